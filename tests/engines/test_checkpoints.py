@@ -80,7 +80,7 @@ def test_a_checkpoint_is_loaded_bit_for_bit(tmp_path):
     newest = checkpoints.newest()
     assert holds(checkpoints, newest, 3)
     assert newest.path == tmp_path / "checkpoints" / "00000003"
-    assert newest.parts == ["island0", "shared"]
+    assert list(newest.files) == ["island0.safetensors", "shared.safetensors"]
     assert newest.metadata == {"events_bytes": 300}
 
 

@@ -68,7 +68,7 @@ def test_another_seed_is_another_start_another_order_and_another_cluster(text):
 
 def test_the_partition_is_the_runs(text):
     run = small("data.partition=ByDomain", "cluster.islands=2")
-    loaded = replace(text, text=run.data)
+    loaded = replace(text, settings=run.data)
     sizes = [
         sharded_workload(run, loaded, Tree.of(single_shard_workload(run, text).module())).batches.examples(shard)
         for shard in range(2)
@@ -86,7 +86,7 @@ def _examples(run, text):
 
 def test_k_means_looks_at_the_features_of_the_weights_it_is_given(text):
     run = small("data.partition=KMeans", "cluster.islands=2")
-    loaded = replace(text, text=run.data)
+    loaded = replace(text, settings=run.data)
     start = Tree.of(single_shard_workload(run, text).module())
     one, two = (sharded_workload(run, loaded, params).batches.fingerprint() for params in (start, start * np.pi))
     again = sharded_workload(run, loaded, start).batches.fingerprint()
@@ -122,7 +122,7 @@ def test_a_device_that_is_not_there_is_refused_and_auto_falls_back():
 
 def test_an_open_outer_schedule_is_as_long_as_the_arrivals_that_are_to_come():
     """Slow workers with few steps come as often as fast ones: 3,600 updates in rounds of 20, 15, 7 and 3 steps are 331 arrivals."""
-    run = override(recipes.demo_async(), ["algorithm.outer.lr=Cosine(lr=0.8)"], candidates)
+    run = override(recipes.demo_async(), ["train.steps=900", "algorithm.outer.lr=Cosine(lr=0.8)"], candidates)
     assert run.resolved.algorithm.outer.lr.steps == 331 // 4
     even = override(run, ["algorithm.pace=even"], candidates)
     assert even.resolved.algorithm.outer.lr.steps == 3600 // 20 // 4
@@ -131,7 +131,7 @@ def test_an_open_outer_schedule_is_as_long_as_the_arrivals_that_are_to_come():
 
 
 def test_a_schedule_that_does_not_fit_says_whose_it_is_and_how_long_the_run_makes_it():
-    run = override(recipes.demo_async(), ["data.shards=400"], candidates)
+    run = override(recipes.demo_async(), ["train.steps=900", "data.shards=400"], candidates)
     with pytest.raises(ConfigError, match=r"optimizer: .*train.steps \* islands / shards = 9.*warmup=20"):
         assert run.resolved
 

@@ -66,6 +66,10 @@ class Ledger:
     spans: int = 0
     """Compute spans so far."""
 
+    def add_bytes(self, payload_bytes: int, control_bytes: int) -> None:
+        self.sent_bytes += payload_bytes
+        self.control_bytes += control_bytes
+
 
 @dataclass
 class Totals:
@@ -88,13 +92,8 @@ class Totals:
 
 
 class RunAccounting:
-    """Ledgers and totals of one run.
-
-    Args:
-        islands: the planned number; it divides local updates into steps where a hub counts them.
-        devices: per island, if they run an algorithm of their own, else 0.
-        real: times are seconds of a wall clock, else of a virtual clock.
-    """
+    """Ledgers and totals of one run of `islands` planned islands, of `devices` each if these run an algorithm of their own. With
+    `real`, times are seconds of a wall clock, else of a virtual clock."""
 
     def __init__(self, islands: int, devices: int = 0, *, real: bool = False) -> None:
         self.ledgers = [Ledger() for _ in range(islands)]
@@ -112,9 +111,8 @@ class RunAccounting:
 
     # ------------------------------------------------------------------------------------------------------ within a round
 
-    def sent(self, islands: Sequence[int], payload: Sequence[int], control: Sequence[int]) -> None:
-        """Adds the bytes that each island sent."""
-        _add_bytes([self.ledgers[island] for island in islands], payload, control)
+    def sent(self, island: int, payload_bytes: int, control_bytes: int) -> None:
+        self.ledgers[island].add_bytes(payload_bytes, control_bytes)
 
     def exchanged(
         self,
@@ -133,7 +131,8 @@ class RunAccounting:
         """Accounts one exchange between islands, or between the devices of island `inside`. All take part unless `heard` says
         otherwise."""
         ledgers = [self.ledgers[island] for island in islands] if inside is None else self.device_ledgers[inside]
-        _add_bytes(ledgers, sent_bytes, control_bytes)
+        for ledger, payload, control in zip(ledgers, sent_bytes, control_bytes, strict=True):
+            ledger.add_bytes(payload, control)
         return Exchanged(
             round=self.totals.round,
             what=what,
@@ -163,11 +162,8 @@ class RunAccounting:
         )
 
     def computed(self, island: int, span: ComputeSpan, round: int | None = None, device: int | None = None) -> Computed:
-        """Accounts a compute span of an island, or of one of its devices, in the present round unless another is given.
-
-        Raises:
-            TrainingDiverged: a loss is not finite, and the island has updated its weights with it. A gradient may still be skipped.
-        """
+        """Accounts a compute span of an island, or of one of its devices, in the present round unless another is given. Raises
+        TrainingDiverged if a loss is not finite and the island has updated its weights with it. A gradient may still be skipped."""
         round = self.totals.round if round is None else round
         for step, loss in enumerate(span.losses):
             if not math.isfinite(loss):
@@ -196,11 +192,8 @@ class RunAccounting:
         )
 
     def count_skipped(self, event: UpdateSkipped | None, in_a_row: int, sink: Sink) -> int:
-        """Reports the skipped update, if there is one, and returns how many were skipped in a row.
-
-        Raises:
-            TrainingDiverged: `MAX_SKIPPED` were.
-        """
+        """Reports the skipped update, if there is one, and returns how many were skipped in a row. Raises TrainingDiverged if
+        `MAX_SKIPPED` were."""
         if event is None:
             self.divergence = ""  # the skipped gradients did no harm
             return 0
@@ -217,8 +210,8 @@ class RunAccounting:
         """Ends a round of this many present islands, after which the run has taken `steps` steps."""
         self.totals.steps = steps
         self.totals.round += 1
-        losses, self._losses = self._losses, []
-        loss = fmean(losses) if losses else math.nan
+        loss = fmean(self._losses) if self._losses else math.nan
+        self._losses = []
         return RoundFinished(round=self.totals.round, islands=islands, loss=loss, **self._figures(time_s))
 
     def update_applied(
@@ -240,7 +233,7 @@ class RunAccounting:
             applied=applied.counted,
             norm=applied.norm,
             sent_bytes=sent_bytes,
-            **clock_fields(applied.time_s, real=self._real),
+            **self._clock_fields(applied.time_s),
         )
         yield self.round_finished(self.totals.local_updates // self._planned, workers, applied.time_s)
 
@@ -277,7 +270,10 @@ class RunAccounting:
     def _figures(self, time_s: float) -> dict[str, Any]:
         """The fields that all events about the run's progress have."""
         totals = {"steps": self.totals.steps, "tokens": self.totals.tokens, "local_updates": self.totals.local_updates}
-        return {**totals, "sent_bytes_per_island": self._mean("sent_bytes"), **clock_fields(time_s, real=self._real)}
+        return {**totals, "sent_bytes_per_island": self._mean("sent_bytes"), **self._clock_fields(time_s)}
+
+    def _clock_fields(self, time_s: float) -> dict[str, Any]:
+        return {"virtual_time_s": None if self._real else time_s, "wall_time_s": time_s if self._real else None}
 
     def _bytes_per_device(self) -> float | None:
         pairs = zip(self.device_ledgers, self.ledgers, strict=False)
@@ -303,74 +299,51 @@ class RunAccounting:
         self.ledgers = [Ledger(**ledger) for ledger in parts["ledgers"]]
         self.device_ledgers = [[Ledger(**ledger) for ledger in devices] for devices in parts["device_ledgers"]]
 
+    # ------------------------------------------------------------------------------------------------------------------ a hub
 
-def _add_bytes(ledgers: Sequence[Ledger], payload: Sequence[int], control: Sequence[int]) -> None:
-    for ledger, payload_bytes, control_bytes in zip(ledgers, payload, control, strict=True):
-        ledger.sent_bytes += payload_bytes
-        ledger.control_bytes += control_bytes
+    def dispatched(self, dispatch: Dispatch, begin_s: float, sent_bytes: int, *, devices: int = 1) -> Dispatched:
+        return Dispatched(
+            **_worker_round(dispatch),
+            version=dispatch.version,
+            start=dispatch.work.start,
+            schedule=dispatch.work.schedule,
+            begin_s=begin_s,
+            sent_bytes=sent_bytes,
+            devices=devices,
+            **self._clock_fields(dispatch.time_s),
+        )
 
+    def hub_event(self, outcome: ClosedWindow | AbandonedRound | Refusal) -> Event:
+        """The event of an outcome that is neither a dispatch nor a hub step."""
+        times = self._clock_fields(outcome.time_s)
+        match outcome:
+            case ClosedWindow(window=window, workers=workers, opened_s=opened_s, idle_s=idle_s):
+                return WindowClosed(window=window, islands=list(workers), opened_s=opened_s, idle_s=list(idle_s), **times)
+            case AbandonedRound(dispatch=dispatch):
+                return Returned(**_worker_round(dispatch), **times)
+            case Refusal(worker=worker, round=round, reason=reason):
+                return Refused(island=worker, round=round, reason=reason, **times)
 
-def clock_fields(time_s: float, *, real: bool) -> dict[str, Any]:
-    """The time of an event: on the wall clock if it is real, else on the virtual clock."""
-    return {"virtual_time_s": None if real else time_s, "wall_time_s": time_s if real else None}
+    def hub_parts(self, hub: AsyncHub, buffers: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
+        """The parts of a checkpoint of a hub, this accounting, the buffers of the last arrival, and what the engine adds."""
+        parts = hub.to_parts()
+        versions = parts["versions"]
+        return {
+            "engine": {**self.to_parts(), "hub": parts["plain"], "versions": list(versions), **engine},
+            "hub": {"state": parts["state"]},
+            "buffers": {"buffers": buffers},
+            **{f"version-{name}": {"params": tree} for name, tree in versions.items()},
+        }
 
-
-# ----------------------------------------------------------------------------------------------------------------------- a hub
-
-
-def hub_parts(hub: AsyncHub, accounting: RunAccounting, buffers: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a checkpoint of a hub, its accounting, the buffers of the last arrival, and what the engine adds to its part."""
-    parts = hub.to_parts()
-    versions = parts["versions"]
-    return {
-        "engine": {**accounting.to_parts(), "hub": parts["plain"], "versions": list(versions), **engine},
-        "hub": {"state": parts["state"]},
-        "buffers": {"buffers": buffers},
-        **{f"version-{name}": {"params": tree} for name, tree in versions.items()},
-    }
-
-
-def restore_hub(hub: AsyncHub, accounting: RunAccounting, load: Callable[[str, Any], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Restores what `hub_parts` returned. Returns the engine's part and the buffers. `load(part, like)` loads a part, with the
-    types of `like`."""
-    engine: dict[str, Any] = load("engine", None)
-    accounting.from_parts(engine)
-    versions = {name: load(f"version-{name}", {"params": hub.params})["params"] for name in engine["versions"]}
-    hub.from_parts(load("hub", {"state": hub.state})["state"], versions, engine["hub"])
-    buffers: dict[str, Any] = load("buffers", None)["buffers"]
-    return engine, buffers
-
-
-def dispatched(dispatch: Dispatch, begin_s: float, sent_bytes: int, *, real: bool = False, devices: int = 1) -> Dispatched:
-    return Dispatched(
-        **_worker_round(dispatch),
-        version=dispatch.version,
-        start=dispatch.work.start,
-        schedule=dispatch.work.schedule,
-        begin_s=begin_s,
-        sent_bytes=sent_bytes,
-        devices=devices,
-        **clock_fields(dispatch.time_s, real=real),
-    )
-
-
-def window_closed(closing: ClosedWindow, *, real: bool = False) -> WindowClosed:
-    return WindowClosed(
-        window=closing.window,
-        islands=list(closing.workers),
-        opened_s=closing.opened_s,
-        idle_s=list(closing.idle_s),
-        **clock_fields(closing.time_s, real=real),
-    )
-
-
-def returned(back: AbandonedRound, *, real: bool = False) -> Returned:
-    return Returned(**_worker_round(back.dispatch), **clock_fields(back.time_s, real=real))
-
-
-def refused(refusal: Refusal, *, real: bool = False) -> Refused:
-    times = clock_fields(refusal.time_s, real=real)
-    return Refused(island=refusal.worker, round=refusal.round, reason=refusal.reason, **times)
+    def restore_hub(self, hub: AsyncHub, load: Callable[[str, Any], Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Restores what `hub_parts` returned, and returns the engine's part and the buffers. `load(part, like)` loads a part, with
+        the types of `like`."""
+        engine: dict[str, Any] = load("engine", None)
+        self.from_parts(engine)
+        versions = {name: load(f"version-{name}", {"params": hub.params})["params"] for name in engine["versions"]}
+        hub.from_parts(load("hub", {"state": hub.state})["state"], versions, engine["hub"])
+        buffers: dict[str, Any] = load("buffers", None)["buffers"]
+        return engine, buffers
 
 
 def _worker_round(dispatch: Dispatch) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -33,27 +34,17 @@ FORMAT = 2
 _META = "meta.json"
 _SUFFIX = ".safetensors"
 _SAVING, _REPLACED, _REMOVING = ".saving", ".replaced", ".removing"  # suffixes of hidden folders
+_blake2b = partial(hashlib.blake2b, digest_size=16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on the disk.
-
-    Attributes:
-        path: its folder.
-        round: the round after which it was saved.
-        metadata: the caller's.
-        files: size in bytes and digest of each file, by name.
-    """
+    """A checkpoint on the disk."""
 
     path: Path
-    round: int
-    metadata: Mapping[str, Any]
-    files: Mapping[str, tuple[int, str]]
-
-    @property
-    def parts(self) -> list[str]:
-        return [name.removesuffix(_SUFFIX) for name in self.files]
+    round: int  # after which it was saved
+    metadata: Mapping[str, Any]  # the caller's
+    files: Mapping[str, tuple[int, str]]  # size in bytes and digest of each file, by name
 
 
 @dataclass(frozen=True)
@@ -78,15 +69,10 @@ PartLoader = Callable[[str, CheckpointPart], Any]
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run. One process at a time saves; others may read.
+    """The checkpoints of one run. One process at a time saves; others may read."""
 
-    Args:
-        folder: created with the first checkpoint.
-        keep: number of checkpoints that are kept.
-    """
-
-    folder: Path
-    keep: int
+    folder: Path  # created with the first checkpoint
+    keep: int  # number of checkpoints that are kept
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -102,11 +88,7 @@ class Checkpoints:
         before_rename: Callable[[], object] = lambda: None,
     ) -> Path:
         """Save values that `pack` can pack, by the names of their parts. A checkpoint of the same round is replaced. Returns the
-        folder. See `writing` for `before_rename`.
-
-        Raises:
-            CheckpointError: it could not be written. The older ones are untouched.
-        """
+        folder. See `writing` for `before_rename` and errors."""
         for name in parts:
             if not re.fullmatch(r"\w[\w.-]*", name):
                 raise ValueError(f"a part cannot be called {name!r}: it is a file's name. Use letters, digits, '_', '-' and '.'.")
@@ -121,16 +103,8 @@ class Checkpoints:
         self, round: int, metadata: Mapping[str, Any], before_rename: Callable[[], object] = lambda: None
     ) -> Iterator[Path]:
         """A new folder for the files of a checkpoint. At the end of the context it is sealed and renamed to its place, and the
-        oldest are removed. If the context fails, the folder is removed.
-
-        Args:
-            round: after which it is saved.
-            metadata: for the caller on resume.
-            before_rename: called when the checkpoint is complete. If it raises, the checkpoints stay as they were.
-
-        Raises:
-            CheckpointError: it could not be written. The older ones are untouched.
-        """
+        oldest are removed. If the context fails, or `before_rename`, which is called when the checkpoint is complete, the folder is
+        removed and the older checkpoints are untouched. Raises CheckpointError if it cannot be written."""
         if not 0 <= round < 10**8:
             raise ValueError(f"round {round}: a round is 0 or more, with at most 8 digits.")
         target, saving = self._path(round), self.unfinished(round)
@@ -215,20 +189,13 @@ class Checkpoints:
         return sorted(self._folders())
 
     def newest(self) -> Checkpoint | None:
-        """The newest complete checkpoint; none if there is none.
-
-        Raises:
-            CheckpointError: it is damaged; says which file, and how to use an older one.
-        """
+        """The newest complete checkpoint; none if there is none. See `at` for errors."""
         rounds = self.rounds()
         return self.at(rounds[-1]) if rounds else None
 
     def at(self, round: int) -> Checkpoint:
-        """The checkpoint of this round.
-
-        Raises:
-            CheckpointError: there is none, or it is damaged.
-        """
+        """The checkpoint of this round. Raises CheckpointError if there is none, or if it is damaged: then it names the file, and
+        how to use an older checkpoint."""
         path = self._folders().get(round)
         if path is None:
             raise CheckpointError(
@@ -245,15 +212,13 @@ class Checkpoints:
     def load(
         self, checkpoint: Checkpoint, part: str, like: Any, *, check_layout: bool = True, device: torch.device | str | None = None
     ) -> Any:
-        """A part of a checkpoint, checked against its digest. For `like` and the rest see `unpack`.
-
-        Raises:
-            CheckpointError: there is no such part, its file is damaged, or it is of another kind than `like`.
-        """
+        """A part of a checkpoint, checked against its digest. For `like` and the rest see `unpack`. Raises CheckpointError if there
+        is no such part, if its file is damaged, or if it is of another kind than `like`."""
         name = part + _SUFFIX
         if name not in checkpoint.files:
+            parts = ", ".join(file.removesuffix(_SUFFIX) for file in checkpoint.files)
             raise CheckpointError(
-                f"{checkpoint.path} has no part {part!r}. It has: {', '.join(checkpoint.parts)}. "
+                f"{checkpoint.path} has no part {part!r}. It has: {parts}. "
                 f"It is the checkpoint of another run or version: resume with the settings it was saved with."
             )
         path = checkpoint.path / name
@@ -266,11 +231,7 @@ class Checkpoints:
             raise CheckpointError(f"{path}: {error}") from error
 
     def verify(self, checkpoint: Checkpoint, name: str) -> None:
-        """Check a file against its digest.
-
-        Raises:
-            CheckpointError: it was changed, or cannot be read.
-        """
+        """Check a file against its digest. Raises CheckpointError if it was changed, or cannot be read."""
         path = checkpoint.path / name
         try:
             if _digest(path) != checkpoint.files[name][1]:
@@ -292,7 +253,7 @@ class Checkpoints:
         try:
             meta = json.loads((path / _META).read_text("utf-8"))
             content = meta["content"]
-            intact = meta["blake2b"] == _hash(_canonical(content))
+            intact = meta["blake2b"] == _digest_of_json(content)
         except FileNotFoundError as error:
             raise self._damaged(path / _META, "is missing", round) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -337,7 +298,7 @@ def _seal(folder: Path, round: int, metadata: Mapping[str, Any]) -> None:
     # Through JSON and back, so that the digest is that of the content as it is read: tuples become lists, and keys text.
     content = json.loads(json.dumps({"format": FORMAT, "round": round, "files": files, "metadata": dict(metadata)}))
     with open(folder / _META, "x", encoding="utf-8") as file:
-        json.dump({"blake2b": _hash(_canonical(content)), "content": content}, file, indent=1)
+        json.dump({"blake2b": _digest_of_json(content), "content": content}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
@@ -352,16 +313,8 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, _blake2b).hexdigest()
 
 
-def _blake2b() -> Any:
-    return hashlib.blake2b(digest_size=16)
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _canonical(content: Any) -> str:
-    return json.dumps(content, sort_keys=True)
+def _digest_of_json(content: Any) -> str:
+    return _blake2b(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _free_bytes(folder: Path) -> int:

@@ -1,12 +1,5 @@
 """Liveness of the processes of a run: which of them are alive, which of them failed first, and how long an exchange may take.
 
-- `FailureDetector` takes a peer for dead after a limit of silence. The caller tells it the time and the heartbeats that it reads.
-- `Heartbeat` calls a function at an interval on a thread of its own. `store_heartbeat` makes one that counts in a torch store.
-- `HeartbeatMonitor` reads another rank's count in that store.
-- `FailureAttribution` finds the rank that failed first. A rank that misses a peer ends too, so its peers miss it in turn.
-- `ExchangeTimeout` derives the timeout of an exchange from the intervals between the exchanges so far.
-- `recorded_exit_reason` and `exit_with` end a process with a reason that its peers and its supervisor can read.
-
 A closed connection reveals a dead process, but only to the processes that exchange over it. A rank that waits for a value in a
 store needs heartbeats: the store knows nothing of failures.
 """
@@ -136,12 +129,9 @@ class HeartbeatMonitor:
 
 
 class FailureAttribution:
-    """Reports of missing ranks, in a store that all ranks read.
-
-    Args:
-        store: outlives the ranks.
-        ranks: the global rank of each member of the group. Methods take and return ranks of the group.
-    """
+    """Finds the rank that failed first. A rank that misses a peer ends too, so its peers miss it in turn: all ranks report missing
+    ranks in `store`, which outlives them. `ranks` has the global rank of each member of the group; methods take and return ranks
+    of the group."""
 
     def __init__(self, store: Store, rank: int, ranks: Sequence[int]) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks

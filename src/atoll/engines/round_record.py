@@ -45,10 +45,8 @@ class ExchangeRecord:
     control_bytes: int
     weight: float
     background: bool
-    nonfinite: tuple[int, ...] = ()
-    """Ranks whose tree was not finite."""
-    unusable: bool = False
-    """Whether no update can be made of it: a rank's tree was not finite, or the weights add up to 0."""
+    nonfinite: tuple[int, ...] = ()  # ranks whose tree was not finite
+    unusable: bool = False  # no update can be made of it: a rank's tree was not finite, or the weights add up to 0
 
     @property
     def makes_update(self) -> bool:
@@ -71,26 +69,18 @@ class DeltaSimilarity:
 
 @dataclass
 class RoundRecord:
-    """One round of one process.
-
-    Attributes:
-        exchanges: with other islands.
-        island_exchanges: with the other devices of its island.
-        tokens: in updates of this round.
-        dropped_tokens: in gradients that went into no update, since the island loaded other weights.
-        island_updates: rounds of the algorithm inside the island.
-        island_skipped: for each of these that was skipped, the devices whose gradients were not finite.
-        similarities: of the trees that islands brought to means, where an algorithm compares them.
-    """
+    """One round of one process."""
 
     computed: list[ComputeSpan] = field(default_factory=list)
-    exchanges: list[ExchangeRecord] = field(default_factory=list)
-    island_exchanges: list[ExchangeRecord] = field(default_factory=list)
-    tokens: int = 0
-    dropped_tokens: int = 0
-    island_updates: int = 0
+    exchanges: list[ExchangeRecord] = field(default_factory=list)  # with other islands
+    island_exchanges: list[ExchangeRecord] = field(default_factory=list)  # with the other devices of its island
+    tokens: int = 0  # in updates of this round
+    dropped_tokens: int = 0  # in gradients that went into no update, since the island loaded other weights
+    island_updates: int = 0  # rounds of the algorithm inside the island
     island_skipped: list[tuple[int, ...]] = field(default_factory=list)
+    """For each of these that was skipped, the devices whose gradients were not finite."""
     similarities: list[DeltaSimilarity] = field(default_factory=list)
+    """Of the trees that islands brought to means, where an algorithm compares them."""
 
     def take(self) -> RoundRecord:
         """The record of a round that is over. This one goes on with the next round; its lists stay the same objects."""
@@ -119,11 +109,7 @@ class RoundRecord:
 
 
 class EventAggregator:
-    """Turns the records of all ranks into events and figures.
-
-    Args:
-        inside: whether the devices of an island have an algorithm of their own.
-    """
+    """Turns the records of all ranks into events and figures. `inside`: the devices of an island have an algorithm of their own."""
 
     def __init__(self, accounting: RunAccounting, devices: int, *, inside: bool, sink: Sink) -> None:
         self._accounting, self._devices, self._inside, self._sink = accounting, devices, inside, sink

@@ -28,11 +28,7 @@ class EngineSpec(Protocol):
     name: ClassVar[str]
 
     def fitted(self, run: Run) -> Run:
-        """The run with the islands that this engine will have.
-
-        Raises:
-            ConfigError: the engine cannot carry out this run.
-        """
+        """The run with the islands that this engine will have. Raises ConfigError if the engine cannot carry it out."""
         ...
 
 

@@ -21,29 +21,19 @@ from atoll.runs.run import Run, device_of, dtype_of
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """What an engine trains, for how long, and what it reports. The last weights are always evaluated and saved.
+    """What an engine trains, for how long, and what it reports. The last weights are always evaluated and saved."""
 
-    Attributes:
-        params: the initial weights, the same on all ranks.
-        batches: the data. In a synchronous run reader i reads shard i modulo the number of shards.
-        make_replica: makes the replica of a reader, with a fresh optimizer. Where islands have devices with an algorithm of their
-            own, device j of island i is reader i * devices_per_island + j; else island i is reader i.
-        evaluate: returns the metrics of weights and buffers.
-        steps: inner steps of each island.
-        evaluate_every: rounds between evaluations (local updates in an asynchronous run).
-        save: writes a checkpoint of the engine; None saves nothing.
-        save_every: as `evaluate_every`, between checkpoints.
-    """
-
-    params: Tree
-    batches: Batches
+    params: Tree  # the initial weights, the same on all ranks
+    batches: Batches  # in a synchronous run reader i reads shard i modulo the number of shards
     make_replica: Callable[[int], LocalReplica]
-    evaluate: Callable[[Tree, Mapping[str, torch.Tensor]], Mapping[str, float]]
+    """Makes the replica of a reader, with a fresh optimizer. Where islands have devices with an algorithm of their own, device j of
+    island i is reader i * devices_per_island + j; else island i is reader i."""
+    evaluate: Callable[[Tree, Mapping[str, torch.Tensor]], Mapping[str, float]]  # of weights and buffers
     sink: Sink
-    steps: int
-    evaluate_every: int = 1
-    save: Callable[[Any], None] | None = None
-    save_every: int = 1
+    steps: int  # inner steps of each island
+    evaluate_every: int = 1  # rounds between evaluations (local updates in an asynchronous run)
+    save: Callable[[Any], None] | None = None  # writes a checkpoint of the engine; None saves nothing
+    save_every: int = 1  # as `evaluate_every`, between checkpoints
 
 
 def passed_multiple(before: int, now: int, interval: int) -> bool:

@@ -9,14 +9,14 @@ import torch
 
 from atoll import recipes
 from atoll.core.config.overrides import override
-from atoll.engines.driver import RunRequest
 from atoll.engines.elastic import island as island_module
 from atoll.engines.elastic import recovery, rendezvous
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.island import IslandProcess
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.warm_start import Cache, get_warm_start, load_data
+from atoll.engines.run_driver import RunRequest
+from atoll.engines.warm_start_training import Cache, get_warm_start, load_data
 from atoll.runs.folder import RunFolder
 from atoll.runs.workloads import single_shard_workload
 from atoll.telemetry import read_events
@@ -66,7 +66,8 @@ class ThreadedRun:
         resolved = run.resolved  # the warm start comes before the islands: threads share their random numbers
         plain = single_shard_workload(resolved, load_data(resolved, Cache()))
         get_warm_start(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
-        self.rendezvous = Rendezvous(HOST, 0, port, self.join_info.to_text(), join_limit_s=30.0, silent_s=0.8)
+        fast = replace(spec, quorum_timeout_s=30.0, heartbeat_timeout_s=0.8)
+        self.rendezvous = Rendezvous(replace(self.join_info, spec=fast), f"{HOST}:0")
 
     def start(self, *names, has_folder=True, dies_after=None, clock_s=None):
         """Islands that take part, each in a thread; they die when they have committed round `dies_after`."""

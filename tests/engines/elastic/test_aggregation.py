@@ -38,7 +38,7 @@ class Group:
     """One end of a link. One of its control messages is damaged."""
 
     def __init__(self, link, rank, damage=None, message=None):
-        self._link, self._rank, self._damage, self._message, self._told = link, rank, damage, message, 0
+        self._link, self._rank, self._damage, self._message, self._sent_messages = link, rank, damage, message, 0
 
     def rank(self):
         return self._rank
@@ -49,9 +49,9 @@ class Group:
     def send(self, tensors, rank, tag):
         sent = tensors[0].clone()
         if sent.dtype in (torch.float64, torch.uint8):
-            if self._told == self._message:
+            if self._sent_messages == self._message:
                 self._damage(sent)
-            self._told += 1
+            self._sent_messages += 1
         self._link.queues[self._rank, rank].put(sent)
         return Sent()
 
@@ -104,7 +104,7 @@ class Finder:
 def protocol_of(rank, finder):
     status = IslandStatus(NAMES[rank], True, f"address-{rank}")
     mean = ValidatedMean(UpdateValidator(10.0), WallClock())
-    return CommitProtocol(finder, mean, status, ExchangeTimeout(20.0), lambda text: None), status
+    return CommitProtocol(finder, mean, status, ExchangeTimeout(20.0), lambda text: None, patience_s=20.0), status
 
 
 def round_of(rank, link, group):
@@ -112,7 +112,8 @@ def round_of(rank, link, group):
     protocol, status = protocol_of(rank, Finder(link, group))
     report = IslandReport(True, status.address)
     try:
-        return protocol.commit(NOW, 1, Proposal(report, Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1))), status.suspects
+        proposal = Proposal(NOW, 1, report, Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1))
+        return protocol.commit(proposal), status.suspects
     except Once as error:
         return error, status.suspects
 
@@ -141,10 +142,10 @@ def test_two_islands_agree_on_the_mean_by_weight():
 class Counting(Group):
     """Counts the bytes of control messages."""
 
-    told_bytes = 0
+    control_bytes_sent = 0
 
     def send(self, tensors, rank, tag):
-        self.told_bytes += tensors[0].nbytes if tensors[0].dtype != torch.float32 else 0
+        self.control_bytes_sent += tensors[0].nbytes if tensors[0].dtype != torch.float32 else 0
         return super().send(tensors, rank, tag)
 
 
@@ -154,9 +155,9 @@ def two_rounds(rank, link, group):
     protocol, status = protocol_of(rank, finder)
     reported, sent = [], []
     for _ in range(2):
-        commit = protocol.commit(NOW, 1, Proposal(IslandReport(True, status.address), Tree.of({"w": DELTA}), 64.0))
+        commit = protocol.commit(Proposal(NOW, 1, IslandReport(True, status.address), Tree.of({"w": DELTA}), 64.0))
         reported.append(commit.result.reports[rank].record.exchanges[0].control_bytes)
-        sent.append(group.told_bytes)
+        sent.append(group.control_bytes_sent)
         finder.found = False
     return reported, sent[0]
 

@@ -5,17 +5,19 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
 
 from atoll.engines.elastic import commit as commit_module
 from atoll.engines.elastic import membership as membership_module
-from atoll.engines.elastic.aggregation import Disagreement
+from atoll.engines.elastic.aggregation import Disagreement, Proposal
 from atoll.engines.elastic.commit import CommitProtocol, MemberMissing, StaleState, UnconfirmedState
 from atoll.engines.elastic.membership import Membership, MembershipLost
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
-from atoll.engines.elastic.snapshot_server import IslandStatus, SnapshotServer
+from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, SnapshotServer
+from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import StateVersion, attempt_epoch
 from atoll.engines.liveness import ExchangeTimeout
 
@@ -31,9 +33,17 @@ def _light():
     gc.unfreeze()
 
 
-def exchange_with(exchange, act):
-    """The proposals of these tests are functions."""
-    return act(exchange.collectives, exchange.names)
+def reported(name, version=NOW):
+    return IslandStatus(name, True, phase=IslandPhase.JOINED, version=version).to_json()
+
+
+def proposes(act, version=NOW, digest=1):
+    """A proposal whose delta is a function of these tests."""
+    return Proposal(version, digest, None, act)
+
+
+def exchange_with(exchange, proposal):
+    return proposal.tree(exchange.collectives, exchange.names)
 
 
 class Islands:
@@ -51,7 +61,7 @@ class Islands:
 
         def answer():
             self.before_status.get(name, bool)()
-            return {"name": name, "version": NOW.number, "suspects": sorted(status.suspects)}
+            return replace(status, phase=IslandPhase.JOINED, version=NOW).to_json()
 
         server = self.servers[name] = SnapshotServer(HOST, answer)
         status.address = server.address
@@ -67,7 +77,7 @@ class Islands:
 
         def one(name):
             try:
-                return self.protocols[name].commit(versions.get(name, NOW), digests.get(name, 1), acts[name])
+                return self.protocols[name].commit(proposes(acts[name], versions.get(name, NOW), digests.get(name, 1)))
             except (StaleState, UnconfirmedState, MembershipLost, Died) as error:
                 raised = error.with_traceback(None)  # which would hold its connections open
             self.members[name].leave()
@@ -93,7 +103,8 @@ def islands():
 
     def make(*names):
         if not rendezvous:
-            rendezvous.append(Rendezvous(HOST, 0, port, "", join_limit_s=20.0, silent_s=0.8))
+            spec = Elastic(quorum_timeout_s=20.0, heartbeat_timeout_s=0.8)
+            rendezvous.append(Rendezvous(JoinInfo(None, spec, f"{HOST}:{port}"), f"{HOST}:0"))
         made.append(Islands(f"{HOST}:{port}", names))
         return made[-1]
 
@@ -196,15 +207,15 @@ def test_an_exchange_without_agreement_is_repeated(islands):
 def test_bytes_of_failed_attempts_are_counted(islands):
     def act(collectives, names):
         collectives.all_gather_numbers(1.0)
-        if len(tried.setdefault(collectives.rank, [])) < 2:
-            tried[collectives.rank].append(collectives.control_bytes)
+        sent = tried.setdefault(collectives.rank, [])
+        sent.append(collectives.control_bytes)
+        if len(sent) < 3:
             raise Disagreement("a bit has flipped")
-        return [protocol._wasted_control_bytes for protocol in group.protocols.values()]
 
     tried, group = {}, islands("a", "b")
     commits = group.commit({"a": act, "b": act})
     assert commits["a"].attempts == 3
-    assert commits["a"].result == commits["b"].result == [sum(tried[0]), sum(tried[1])]
+    assert tried[0] == tried[1] == [tried[0][0] * number for number in (1, 2, 3)]
 
 
 def test_a_member_that_dies_before_connecting_is_found_by_a_query(islands):
@@ -284,15 +295,15 @@ def test_the_quorum_waits_for_a_live_peer_that_the_lighthouse_does_not_know(isla
 
     def status():
         asked.set()
-        return {"name": "c", "version": NOW.number}
+        return reported("c")
 
     with closing(SnapshotServer(HOST, status)) as server, ThreadPoolExecutor(3) as pool:
         for name in names:
             group.protocols[name].peers = {"c": server.address}
-        early = [pool.submit(group.protocols[name].commit, NOW, 1, names_of) for name in names]
+        early = [pool.submit(group.protocols[name].commit, proposes(names_of)) for name in names]
         assert asked.wait(20.0), "it was never asked"
         group.members["c"].join()
-        late = group.protocols["c"].commit(NOW, 1, names_of)
+        late = group.protocols["c"].commit(proposes(names_of))
         commits = [late, *(one.result() for one in early)]
     assert {one.names for one in commits} == {(*names, "c")}
     assert {one.attempts for one in commits} == {1}, "nothing has failed"
@@ -305,7 +316,7 @@ def test_missing_peers_are_queried_in_parallel(monkeypatch):
 
     def status(name):
         together.wait(10.0)  # both are queried before either answers
-        return {"name": name, "version": NOW.number}
+        return reported(name)
 
     alone = CommitProtocol(None, None, None, ExchangeTimeout(10.0), bool, patience_s=20.0)
     with closing(SnapshotServer(HOST, lambda: status("b"))) as b, closing(SnapshotServer(HOST, lambda: status("c"))) as c:
@@ -314,14 +325,14 @@ def test_missing_peers_are_queried_in_parallel(monkeypatch):
             alone._check_missing_peers(NOW, ["a"], time.monotonic())
 
 
-@pytest.mark.parametrize("answer", [None, {"name": "other", "version": NOW.number}, {"name": "b", "version": 0}])
+@pytest.mark.parametrize("answer", [None, reported("other"), reported("b", StateVersion(0, 0)), {"name": "b"}])
 def test_the_quorum_does_not_wait_for_a_peer_that_is_dead_or_replaced_or_behind(islands, answer):
     group = islands("a")
     server = SnapshotServer(HOST, lambda: answer)
     if answer is None:
         server.close()
     group.protocols["a"].peers = {"b": server.address}
-    assert group.protocols["a"].commit(NOW, 1, names_of).names == ("a",)
+    assert group.protocols["a"].commit(proposes(names_of)).names == ("a",)
     if answer is not None:
         server.close()
 
@@ -329,7 +340,7 @@ def test_the_quorum_does_not_wait_for_a_peer_that_is_dead_or_replaced_or_behind(
 @pytest.mark.parametrize("patience_s", [20.0, 0.0])
 def test_a_live_peer_that_is_ahead_makes_the_state_stale_though_the_lighthouse_does_not_know_it(islands, patience_s):
     group, ahead = islands("a"), StateVersion(4, 1)
-    with closing(SnapshotServer(HOST, lambda: {"name": "b", "version": ahead.number})) as server:
+    with closing(SnapshotServer(HOST, lambda: reported("b", ahead))) as server:
         group.protocols["a"].peers, group.protocols["a"]._patience_s = {"b": server.address}, patience_s
         left = group.commit({"a": names_of})["a"]
     assert isinstance(left, StaleState)

@@ -26,19 +26,19 @@ from atoll.core.events import (
 )
 from atoll.core.serialization import load_tree
 from atoll.data.text import Text
-from atoll.engines.driver import RunRequest
-from atoll.engines.driver import run as simulate
 from atoll.engines.elastic import island as island_module
 from atoll.engines.elastic import recovery
 from atoll.engines.elastic.aggregation import DeltaSummary
-from atoll.engines.elastic.island import GpuClaims
+from atoll.engines.elastic.island import claim_gpus
 from atoll.engines.elastic.launch import start
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import RegistryClient
-from atoll.engines.elastic.snapshot_server import IslandPhase, Snapshot, SnapshotServer, fetch_snapshot
+from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, fetch_snapshot
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.elastic.state_version import StateVersion
+from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.elastic.supervisor import island_name
+from atoll.engines.run_driver import RunRequest
+from atoll.engines.run_driver import run as simulate
 from atoll.engines.training_setup import replica_of
 from atoll.models.gpt import GPT
 from atoll.telemetry import read_events
@@ -131,8 +131,9 @@ def test_the_wait_before_a_checkpoint_is_restored_includes_the_time_of_setting_u
     for thread in live.start("island-0000", dies_after=5):
         thread.join(60.0)
     if has_state is not None:  # its last entry: it may be dead
-        entry = {"address": "127.0.0.1:1", "version": 7 if has_state else -1, "exchanging": False, "heartbeat": 1}
-        RegistryClient(live.rendezvous.address).register("island-0001", entry)
+        version = StateVersion(0, 7) if has_state else NO_VERSION
+        status = IslandStatus("island-0001", True, "127.0.0.1:1", IslandPhase.JOINED, version, heartbeat=1)
+        RegistryClient(live.rendezvous.address).register(status)
     island, long_s = live.one_island(), 1000.0
 
     def first():
@@ -164,7 +165,7 @@ def test_of_two_islands_that_return_at_once_the_later_fetches_the_state_that_the
         if engine is second._engine:
             first._recovery.restore_checkpoint(first._engine, first._leader_log.checkpoints.newest())
             first._publish()
-            first.status.phase = IslandPhase.READY
+            first.status.phase = IslandPhase.JOINED
         return restore_newer(where_from, engine)
 
     monkeypatch.setattr(Recovery, "_restore_newer", overtaken)
@@ -270,7 +271,7 @@ def test_a_state_is_not_fetched_while_a_newer_one_is_about_to_follow(threaded, t
     live = threaded(toy(1), Elastic(processes=1))
     donor, newcomer = live.one_island("a"), live.one_island("b")
     donor._publish()
-    donor.status.phase = IslandPhase.TRAINING
+    donor.status.phase = IslandPhase.JOINED
     donor._registry.refresh()
     newcomer._registry.refresh()
     donor.status.exchanging = True
@@ -284,10 +285,8 @@ def test_a_state_is_not_fetched_while_a_newer_one_is_about_to_follow(threaded, t
 def test_the_run_begins_with_registered_islands_that_answer(threaded, toy):
     live = threaded(toy(2), Elastic(processes=2))
     island = live.one_island()
-    RegistryClient(live.rendezvous.address).register(
-        "island-0001", {**island.status.to_json(), "address": "127.0.0.1:1", "phase": "ready", "heartbeat": 1}
-    )
-    island.status.phase = IslandPhase.READY
+    RegistryClient(live.rendezvous.address).register(IslandStatus("island-0001", True, "127.0.0.1:1", IslandPhase.JOINED))
+    island.status.phase = IslandPhase.JOINED
     island._registry.refresh()
     assert island._registry.alive().keys() == {"island-0000", "island-0001"}
     assert island._ready_islands(2).keys() == {"island-0000"}
@@ -398,8 +397,9 @@ def claimed():
     names, claims = [uuid.uuid4().hex for _ in range(4)], []
 
     def claim(number, count=1, of=3):
-        claims.append(GpuClaims(names[:of], number, count))
-        return claims[-1]
+        indices, held = claim_gpus(names[:of], number, count)
+        claims.extend(held)
+        return indices
 
     yield claim
     for one in claims:
@@ -407,21 +407,24 @@ def claimed():
 
 
 def test_each_island_claims_the_gpu_of_its_number_or_a_free_one(claimed):
-    assert [claimed(number).indices for number in (0, 1, 1)] == [(0,), (1,), (2,)]
+    assert [claimed(number) for number in (0, 1, 1)] == [[0], [1], [2]]
 
 
 def test_when_all_gpus_are_claimed_they_are_shared(claimed):
-    assert sorted(claimed(0).indices for _ in range(3)) == [(0,), (1,), (2,)]
-    assert claimed(4).indices == (1,)
+    assert sorted(claimed(0) for _ in range(3)) == [[0], [1], [2]]
+    assert claimed(4) == [1]
 
 
-def test_a_gpu_is_free_again_when_its_claim_is_closed(claimed):
-    claimed(0).close()
-    assert claimed(0).indices == (0,)
+def test_a_gpu_is_free_again_when_its_claim_is_closed():
+    names = [uuid.uuid4().hex for _ in range(2)]
+    for _ in range(2):
+        indices, (claim,) = claim_gpus(names, 0)
+        assert indices == [0]
+        claim.close()
 
 
 def test_islands_of_several_gpus_claim_adjacent_ones(claimed):
-    assert [claimed(number, 2, of=4).indices for number in (1, 0, 2)] == [(2, 3), (0, 1), (0, 1)]
+    assert [claimed(number, 2, of=4) for number in (1, 0, 2)] == [[2, 3], [0, 1], [0, 1]]
 
 
 def test_more_gpus_than_the_machine_has_are_refused(claimed):

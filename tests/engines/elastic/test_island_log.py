@@ -120,7 +120,7 @@ def test_an_island_that_recovered_takes_the_write_lease_anew(threaded, toy):
     other = EventLogLease(log, log.stat().st_size)  # while this island was frozen
     other.emit(Saved(round=2, name="another's"))
     donor._publish()
-    donor.status.phase = IslandPhase.TRAINING
+    donor.status.phase = IslandPhase.JOINED
     for one in (donor, island):
         one._registry.refresh()
     assert island._recovery._fetch_newest(island._engine, NO_VERSION)
@@ -195,8 +195,8 @@ def test_the_final_figures_are_of_the_final_weights_though_another_island_evalua
     island.close(wait=False)
 
 
-@pytest.mark.parametrize(("theirs", "told"), [(1, [1, 2, 3]), (4, [4])])
-def test_the_write_lease_is_taken_back_from_an_island_that_is_behind_and_not_from_one_ahead(threaded, toy, theirs, told):
+@pytest.mark.parametrize(("theirs", "written"), [(1, [1, 2, 3]), (4, [4])])
+def test_the_write_lease_is_taken_back_from_an_island_that_is_behind_and_not_from_one_ahead(threaded, toy, theirs, written):
     live = threaded(toy(1), Elastic(processes=1))
     island = live.one_island()
     leader_log, engine, log = island._leader_log, island._engine, RunFolder(live.folder).events
@@ -209,7 +209,7 @@ def test_the_write_lease_is_taken_back_from_an_island_that_is_behind_and_not_fro
     other.emit(attended(theirs))
     leader_log._up_to_date(engine)
     leader_log.release()
-    assert [event.round for event in live.events(Attended)] == told
+    assert [event.round for event in live.events(Attended)] == written
     other.close()
     island.close(wait=False)
 

@@ -13,7 +13,6 @@ from atoll.core.events import Attended, Evaluated, IslandLeft, RoundFinished, Ru
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.checkpoints import Checkpoints
-from atoll.engines.driver import RunRequest
 from atoll.engines.elastic import leader_log
 from atoll.engines.elastic.leader_log import (
     CommitLog,
@@ -26,9 +25,9 @@ from atoll.engines.elastic.leader_log import (
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.warm_start import Cache, WarmStart, load_data
+from atoll.engines.run_driver import Driver, RunRequest, RunTask
+from atoll.engines.warm_start_training import WarmStart
 from atoll.runs.folder import RunFolder
-from atoll.runs.workloads import single_shard_workload
 from atoll.telemetry import read_events
 
 SETTINGS = (
@@ -102,16 +101,10 @@ class Island:
         if not folder.exists():
             with RunRequest(run=run, spec=Elastic(processes=1), out=folder).open():
                 pass
-        run, cache = run.resolved, Cache()
         self.engine, self.commit_log, self.evaluator, self.logged = Engine(), CommitLog(), Evaluator(), []
-        self.folder, plain, warm = (
-            RunFolder(folder),
-            single_shard_workload(run, load_data(run, cache)),
-            WarmStart(self.engine.params, 0, 1.0),
-        )
-        self.leader_log = LeaderLog(
-            run, self.folder, plain, warm, self.evaluator, ORIGIN, cache, self.commit_log, self.logged.append
-        )
+        self.folder, warm = RunFolder(folder), WarmStart(self.engine.params, 0, 1.0)
+        driver = Driver(RunTask(run=run, spec=Elastic(processes=1), folder=self.folder, log=self.logged.append))
+        self.leader_log = LeaderLog(driver, warm, self.evaluator, ORIGIN, self.commit_log)
 
     def commit(self, number, epoch, *, leader="a"):
         self.engine.reach(number, epoch)

@@ -34,8 +34,8 @@ def fast_probes(monkeypatch):
     monkeypatch.setattr(membership, "PROBE_S", 0.01)
 
 
-def monitor(address, group):
-    return QuorumMonitor({1: Member("b", address, True, 0.0)}, group, silent_s=0.2)
+def monitor(address, group, silent_s=0.2):
+    return QuorumMonitor({1: Member("b", address, True, 0.0)}, group, silent_s)
 
 
 def test_a_member_that_accepts_and_does_not_answer_fails_and_is_named():
@@ -47,7 +47,7 @@ def test_a_member_that_accepts_and_does_not_answer_fails_and_is_named():
 
 def test_another_process_on_a_members_port_is_not_taken_for_it():
     group = Group()
-    with closing(SnapshotServer(HOST, lambda: {"name": "another"})) as server, monitor(server.address, group) as one:
+    with closing(SnapshotServer(HOST, IslandStatus("another", True).to_json)) as server, monitor(server.address, group) as one:
         assert group.aborted.wait(20.0)
     assert one.failed == "b"
 
@@ -60,10 +60,10 @@ def test_a_member_that_answers_is_probed_again_and_again():
         probes.append(1)
         if len(probes) == 40:
             enough.set()
-        return {"name": "b"}
+        return IslandStatus("b", True).to_json()
 
     server = SnapshotServer(HOST, status)
-    with monitor(server.address, group) as one:
+    with monitor(server.address, group, silent_s=20.0) as one:
         assert enough.wait(20.0)
     assert one.failed is None
     assert not group.aborted.is_set()

@@ -14,10 +14,14 @@ from atoll.engines.elastic import recovery as recovery_module
 from atoll.engines.elastic.membership import MembershipLost, log_while_waiting
 from atoll.engines.elastic.recovery import NoState, Recovery
 from atoll.engines.elastic.rendezvous import SILENT_S
-from atoll.engines.elastic.snapshot_server import Snapshot, SnapshotServer
-from atoll.engines.elastic.state_version import StateVersion
+from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer
+from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 
 NOW, AHEAD = StateVersion(5, 9), StateVersion(6, 10)
+
+
+def reported(name, version, address="", **fields):
+    return IslandStatus(name, True, address, IslandPhase.JOINED, version, **fields).to_json()
 
 
 class Engine:
@@ -42,14 +46,14 @@ class Registry:
 
     def __init__(self, until=0, signed=AHEAD, address="127.0.0.1:1", reachable_since_s=0.0):
         self.reads, self._until, self.reachable_since_s = 0, until, reachable_since_s
-        self._entry = {"address": address, "version": signed.number, "exchanging": False}
+        self._status = IslandStatus("b", True, address, IslandPhase.JOINED, signed)
 
     def refresh(self):
         self.reads += 1
         assert self.reads < 50, "it waits for ever"
 
     def alive(self):
-        return {"b": self._entry} if self.reads <= self._until else {}
+        return {"b": self._status} if self.reads <= self._until else {}
 
 
 LIMIT_S, ORIGIN = 10.0, dict.fromkeys(("run", "data", "atoll", "torch"))
@@ -78,7 +82,7 @@ def recovery(monkeypatch):
         )
         membership = SimpleNamespace(leave=lambda: left is not None and left.append(registry.reads))
         commits = SimpleNamespace(from_parts=bool)
-        return Recovery("a", registry, membership, None, leader_log, commits, ORIGIN, log, LIMIT_S)
+        return Recovery("a", registry, membership, leader_log, commits, ORIGIN, log, LIMIT_S)
 
     return make
 
@@ -147,7 +151,7 @@ def test_a_peer_that_answers_counts_though_it_is_not_registered(recovery):
     registry = Registry()
 
     def about():
-        return {"name": "b", "version": AHEAD.number if registry.reads <= 7 else -1, "exchanging": False, "confirmed": True}
+        return reported("b", AHEAD if registry.reads <= 7 else NO_VERSION)
 
     with closing(SnapshotServer("127.0.0.1", about)) as server:
         recovery(registry, LeaderLog()).catch_up(Engine({"b": server.address}), AHEAD)
@@ -158,12 +162,8 @@ def test_an_island_leaves_the_quorum_when_a_fetch_fails_but_not_while_a_commit_m
     left = []
 
     def about():
-        return {
-            "name": "b",
-            "version": (NOW if registry.reads <= 3 else AHEAD).number,
-            "exchanging": registry.reads <= 3,
-            "confirmed": True,
-        }
+        exchanging = registry.reads <= 3
+        return reported("b", NOW if exchanging else AHEAD, server.address, exchanging=exchanging)
 
     with closing(SnapshotServer("127.0.0.1", about)) as server:
         registry = Registry(until=7, address=server.address)
@@ -180,8 +180,7 @@ def test_an_island_leaves_the_quorum_only_after_long_silence(recovery, until, ca
 
 def serving(name, version, confirmed=True, published=True):
     """The server of an island that reports this state."""
-    status = {"name": name, "version": version.number, "exchanging": False, "confirmed": confirmed}
-    server = SnapshotServer("127.0.0.1", lambda: status)
+    server = SnapshotServer("127.0.0.1", lambda: reported(name, version, server.address, confirmed=confirmed))
     metadata = {"version": list(version), "wall_time_s": 0.0}
     if published:
         server.publish(Snapshot({"metadata": metadata, "structure": pack({})[0], "origin": ORIGIN, "commit_log": []}))
@@ -253,15 +252,15 @@ def test_an_island_waits_for_a_holder_that_answers_though_the_registry_is_gone(r
 
 @pytest.mark.parametrize("go_on", ["initialize", "confirm"])
 def test_waiting_for_a_state_is_logged(recovery, monkeypatch, go_on):
-    spoken = threading.Event()
+    logged_once = threading.Event()
 
     class Slow(Registry):
         def refresh(self):
-            assert spoken.wait(20.0), "it waits in silence"
+            assert logged_once.wait(20.0), "it logs nothing while it waits"
             super().refresh()
 
     monkeypatch.setattr(recovery_module, "log_while_waiting", partial(log_while_waiting, every_s=0.001))
     engine = Engine()
-    where_from = recovery(Slow(reachable_since_s=math.inf), None, log=lambda text: spoken.set())
+    where_from = recovery(Slow(reachable_since_s=math.inf), None, log=lambda text: logged_once.set())
     with pytest.raises(MembershipLost):
         go(where_from, go_on, engine)

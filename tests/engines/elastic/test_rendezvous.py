@@ -1,39 +1,54 @@
 """The registry, over real stores on this machine."""
 
+import json
 import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from atoll.core.errors import ExchangeFailed
 from atoll.engines.elastic import rendezvous
 from atoll.engines.elastic.rendezvous import Registry, RegistryClient, open_store
+from atoll.engines.elastic.snapshot_server import IslandStatus
 
 HOST = "127.0.0.1"
 
 
 @pytest.fixture
-def client():
+def store():
+    """A store with its address."""
     store, port = open_store(HOST)
-    return RegistryClient(f"{HOST}:{port}", store)
+    return SimpleNamespace(store=store, address=f"{HOST}:{port}")
 
 
-def test_a_joiner_reads_the_join_info(client):
-    newcomer = RegistryClient(client.address)
-    assert newcomer.join_info() is None
-    client.set_join_info("train")
-    assert newcomer.join_info() == "train"
+def test_a_joiner_reads_the_join_info(store):
+    joiner = RegistryClient(store.address)
+    assert joiner.join_info() is None
+    store.store.set("join_info", "train")
+    assert joiner.join_info() == "train"
 
 
-def test_islands_read_each_others_last_entries(client):
-    one, two = RegistryClient(client.address), RegistryClient(client.address)
-    one.register("a", {"version": 1})
-    two.register("b", {"version": 2})
-    one.register("a", {"version": 3})
+def test_islands_read_each_others_last_entries(store):
+    one, two = RegistryClient(store.address), RegistryClient(store.address)
+    a, b = IslandStatus("a", True, heartbeat=1), IslandStatus("b", False, "127.0.0.1:1", suspects=frozenset("a"))
+    one.register(a)
+    two.register(b)
+    one.register(replace(a, heartbeat=2))
     assert two.names() == one.names() == ["a", "b"]
-    assert two.entries("ab") == one.entries("ab") == {"a": {"version": 3}, "b": {"version": 2}}
+    assert two.statuses("ab") == one.statuses("ab") == {"a": replace(a, heartbeat=2), "b": b}
+
+
+def test_a_malformed_entry_hides_no_other_island(store):
+    client = RegistryClient(store.address)
+    for name in "abc":
+        client.register(IslandStatus(name, True))
+    store.store.set("island/a", "[]")
+    store.store.set("island/b", json.dumps({**IslandStatus("b", True).to_json(), "version": "3"}))
+    assert client.statuses("abc") == {"c": IslandStatus("c", True)}
 
 
 class Distant:
@@ -47,40 +62,40 @@ class Distant:
         return getattr(self._store, name)
 
 
-def test_a_refresh_takes_five_requests_however_many_islands_there_are(client):
-    requests = []
+def test_a_refresh_takes_five_requests_however_many_islands_there_are(store):
+    requests, client = [], RegistryClient(store.address)
     for number in range(0, 20, 10):
         for name in range(number, number + 10):
-            client.register(f"island-{name}", {"heartbeat": 1})
-        far = Registry(client.address, "me", dict)
+            client.register(IslandStatus(f"island-{name}", True))
+        far = Registry(store.address, IslandStatus("me", True))
         far.refresh()
-        far._client._store = store = Distant(client._store)
+        far._client._store = distant = Distant(far._client._store)
         far.refresh()
-        requests.append(store.requests)
+        requests.append(distant.requests)
         assert len(far.alive()) == number + 11
         far.close()
     assert requests == [5, 5]
 
 
-def test_a_forgotten_island_is_read_again_when_it_registers_anew(client, monkeypatch):
+def test_a_forgotten_island_is_read_again_when_it_registers_anew(store, monkeypatch):
     monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
-    here, gone = (Registry(client.address, name, dict) for name in ("here", "gone"))
+    here, gone = (Registry(store.address, IslandStatus(name, True)) for name in ("here", "gone"))
     here.refresh()
     now_s = time.monotonic()
     monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s + rendezvous.FORGOTTEN_S + 1)
     for _ in range(2):
         here.refresh()
-    assert here._entries.keys() == {"here"}
-    again = Registry(client.address, "gone", dict)  # another process of that name
+    assert here._statuses.keys() == {"here"}
+    again = Registry(store.address, IslandStatus("gone", True))  # another process of that name
     here.refresh()
     assert sorted(here.alive()) == ["gone", "here"]
     for registry in (here, gone, again):
         registry.close()
 
 
-def test_an_island_without_heartbeats_is_not_alive(client, monkeypatch):
+def test_an_island_without_heartbeats_is_not_alive(store, monkeypatch):
     monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
-    here, gone = (Registry(client.address, name, lambda: {"phase": "training"}) for name in ("here", "gone"))
+    here, gone = (Registry(store.address, IslandStatus(name, True)) for name in ("here", "gone"))
     here.refresh()
     assert sorted(here.alive()) == ["gone", "here"]
     now_s = time.monotonic()
@@ -94,18 +109,18 @@ def test_an_island_without_heartbeats_is_not_alive(client, monkeypatch):
 
 def test_islands_register_again_when_the_registry_comes_back_empty():
     store, port = open_store(HOST)
-    registry = Registry(f"{HOST}:{port}", "a", lambda: {"phase": "training"})
+    registry = Registry(f"{HOST}:{port}", IslandStatus("a", True))
     before_s = registry.reachable_since_s
     registry.refresh()
     assert registry.reachable_since_s == before_s
     del store
     registry.refresh()
     assert registry.reachable_since_s == math.inf
-    store, _ = open_store(HOST, port)
+    again = open_store(HOST, port)
     registry.refresh()
     registry.refresh()
     assert before_s < registry.reachable_since_s <= time.monotonic(), "not for as long as it was before"
-    assert RegistryClient(f"{HOST}:{port}", store).names() == ["a"]
+    assert RegistryClient(f"{HOST}:{port}").names() == ["a"], again
     registry.close()
 
 
@@ -116,19 +131,20 @@ def test_a_missing_registry_is_an_error():
         RegistryClient(f"{HOST}:{port}").join_info()
 
 
-def test_two_threads_never_refresh_at_once(client, monkeypatch):
+def test_two_threads_never_refresh_at_once(store, monkeypatch):
     monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
     looking, together = [], []
 
-    def entry():
-        looking.append(1)
-        together.append(len(looking))
-        inside.wait(0.05)  # for another thread to come in, if it can
-        looking.pop()
-        return {}
+    class Slow(IslandStatus):
+        def to_json(self):
+            looking.append(1)
+            together.append(len(looking))
+            inside.wait(0.05)  # for another thread to come in, if it can
+            looking.pop()
+            return super().to_json()
 
     inside = threading.Event()
-    registry = Registry(client.address, "a", entry)
+    registry = Registry(store.address, Slow("a", True))
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             pool.submit(registry.refresh)

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from atoll.core.errors import ExchangeFailed
-from atoll.engines.elastic.snapshot_server import Snapshot, SnapshotServer, fetch_snapshot, query_status
+from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, fetch_snapshot, query_status
+from atoll.engines.elastic.state_version import StateVersion
 
 HOST = "127.0.0.1"
+STATUS = IslandStatus("a", True, phase=IslandPhase.JOINED, version=StateVersion(3, 7), suspects=frozenset("b"))
 TENSORS = {
     "weights": torch.randn(300_001),
     "half": torch.randn(7).bfloat16(),
@@ -20,7 +22,7 @@ TENSORS = {
 
 @pytest.fixture
 def server():
-    server = SnapshotServer(HOST, status=lambda: {"name": "a", "version": 3})
+    server = SnapshotServer(HOST, STATUS.to_json)
     yield server
     server.close()
 
@@ -40,17 +42,17 @@ def test_a_server_without_a_snapshot_sends_none(server):
 
 
 def test_an_island_answers_status_queries_until_it_is_closed(server):
-    assert query_status(server.address, 5.0) == {"name": "a", "version": 3}
+    assert query_status("a", server.address, 5.0) == STATUS
     closed = SnapshotServer(HOST)
     closed.close()
-    assert query_status(closed.address, 0.5) is None
+    assert query_status("a", closed.address, 0.5) is None
     with pytest.raises(ExchangeFailed, match=f"could be fetched from {closed.address}"):
         fetch_snapshot(closed.address, 0.5)
 
 
 def test_a_process_that_listens_and_does_not_answer_is_not_alive():
     with socket.create_server((HOST, 0)) as silent:
-        assert query_status(f"{HOST}:{silent.getsockname()[1]}", 0.05) is None
+        assert query_status("a", f"{HOST}:{silent.getsockname()[1]}", 0.05) is None
 
 
 def test_a_reader_is_known_until_it_has_read_the_snapshot_it_began_with(server):
@@ -87,6 +89,7 @@ def answering(answer):
         (b'{"header": {}, "tensors": {"w": ["float32", [4]]}}\n12345678', "it ended in the middle"),
         (b'{"header": {}, "tensors": {"w": ["float32", [1]]}}\n12345\n', "its checksum does not match"),
         (b"hello\n", "Expecting value"),
+        (b"[1]\n", "no JSON object"),
     ],
 )
 def test_a_damaged_or_truncated_snapshot_is_refused(answer, says):

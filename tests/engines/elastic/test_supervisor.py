@@ -1,8 +1,9 @@
-"""Processes that are kept going, and a log that is followed."""
+"""The supervisor restarts processes that die, and passes on the events of the log."""
 
 import os
 import re
 import signal
+import socket
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,12 +16,12 @@ from atoll.core.errors import CheckpointError, ConfigError, DataError
 from atoll.core.events import RunFinished, RunStarted, Saved
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import save_tree
-from atoll.engines.driver import RunTask
 from atoll.engines.elastic import launch
 from atoll.engines.elastic.recovery import NoState
-from atoll.engines.elastic.rendezvous import free_port, listen
+from atoll.engines.elastic.rendezvous import free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.supervisor import REFUSED, STATELESS, Child, IslandFailed, LogTail, ProcessHooks, Supervisor, island_name
+from atoll.engines.run_driver import RunTask
 from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
 from atoll.testing.simulated_runs import Recorder
@@ -41,7 +42,7 @@ def test_names_sort_as_numbers_do():
     assert sorted(island_name(number) for number in range(12)) == [island_name(number) for number in range(12)]
 
 
-def test_a_child_that_was_killed_is_started_again(tmp_path):
+def test_a_child_that_was_killed_is_restarted(tmp_path):
     one = child(tmp_path, "import sys; sys.stdin.read()")
     one.start()
     os.kill(one.process.pid, signal.SIGKILL)
@@ -51,7 +52,7 @@ def test_a_child_that_was_killed_is_started_again(tmp_path):
     assert ended(one).exit_code == 0
 
 
-def test_a_child_that_refuses_to_start_is_given_up_with_its_words(tmp_path):
+def test_a_child_that_refuses_to_start_is_given_up_with_its_error(tmp_path):
     one = child(tmp_path, "import sys; print('error: no such text.'); sys.exit(2)")
     one.start()
     ended(one).restart(alone=False)
@@ -59,7 +60,7 @@ def test_a_child_that_refuses_to_start_is_given_up_with_its_words(tmp_path):
     one.release()
 
 
-def test_a_child_that_finds_no_state_is_started_again_as_long_as_somebody_may_have_it(tmp_path):
+def test_a_child_that_finds_no_state_is_restarted_while_another_island_may_have_it(tmp_path):
     one = child(tmp_path, "raise SystemExit(4)")
     one.start()
     for _ in range(6):
@@ -88,7 +89,7 @@ def test_an_island_that_cannot_read_a_checkpoint_has_not_refused_to_start(monkey
     assert left.value.code == code
 
 
-def test_a_child_that_dies_at_once_again_and_again_is_given_up(tmp_path):
+def test_a_child_that_dies_repeatedly_right_after_its_start_is_given_up(tmp_path):
     one = child(tmp_path, "raise SystemExit(1)")
     one.start()
     for _ in range(4):
@@ -99,7 +100,7 @@ def test_a_child_that_dies_at_once_again_and_again_is_given_up(tmp_path):
     one.release()
 
 
-def test_what_a_child_said_before_it_was_last_started_is_no_reason_to_give_it_up(tmp_path):
+def test_an_error_from_before_the_last_start_is_no_reason_to_give_a_child_up(tmp_path):
     one = child(tmp_path, "print('12:00:00 island-0000 on box (127.0.0.1), process 7, 1 thread(s)'); raise SystemExit(2)")
     one.log.parent.mkdir()
     one.log.write_text("error: of another time.\n")
@@ -112,54 +113,54 @@ def test_what_a_child_said_before_it_was_last_started_is_no_reason_to_give_it_up
 def supervisor_of(folder, log=print):
     spec = Elastic(processes=1)
     task = RunTask(run=spec.fitted(recipes.ALL["toy-sync"]()), spec=spec, folder=RunFolder(folder), log=log)
-    return Supervisor(task, sinks=[], hooks=ProcessHooks())
+    return Supervisor(task, Recorder(), ProcessHooks())
 
 
-def kept_going(tmp_path, *programs, finished=True):
-    """A supervisor whose lighthouse sleeps and whose islands are these programs; and what it said."""
-    said = []
+def supervised(tmp_path, *programs, finished=True):
+    """A supervisor whose lighthouse sleeps and whose islands are these programs; and the lines that it logged."""
+    logged = []
     if finished:
         save_tree(RunFolder(tmp_path).final, Tree.of({"w": torch.zeros(1)}), {})
         RunFolder(tmp_path).events.write_text(lines(STARTED, FINISHED))
-    supervisor = supervisor_of(tmp_path, said.append)
+    supervisor = supervisor_of(tmp_path, logged.append)
     supervisor.rendezvous = Child("lighthouse", ["sleep", "600"], tmp_path / "lighthouse.log")
     supervisor.islands = [
         Child(island_name(number), [sys.executable, "-S", "-c", program], tmp_path / f"{number}.log")
         for number, program in enumerate(programs)
     ]
-    return supervisor, said
+    return supervisor, logged
 
 
 REFUSES = "print('error: my card is broken.'); raise SystemExit(2)"
 
 
-def test_an_island_that_cannot_be_kept_going_does_not_end_the_others(tmp_path):
+def test_an_island_that_cannot_be_kept_alive_does_not_end_the_others(tmp_path):
     marker = tmp_path / "done"
-    supervisor, said = kept_going(tmp_path, f"import os\nwhile not os.path.exists({str(marker)!r}): pass", REFUSES)
-    supervisor._log = lambda text: (said.append(text), marker.touch())  # the healthy one ends after the other was given up
+    supervisor, logged = supervised(tmp_path, f"import os\nwhile not os.path.exists({str(marker)!r}): pass", REFUSES)
+    supervisor._log = lambda text: (logged.append(text), marker.touch())  # the healthy one ends after the other was given up
     supervisor.run()
-    assert said == ["island-0001 cannot be kept alive, and the others go on without it: my card is broken"]
+    assert logged == ["island-0001 cannot be kept alive, and the others go on without it: my card is broken"]
     assert [one.exit_code for one in supervisor.islands] == [0, 2]
 
 
 def test_islands_that_all_ended_without_an_error_have_not_finished_the_run_unless_it_is_finished(tmp_path):
-    supervisor, _ = kept_going(tmp_path, "pass", finished=False)
+    supervisor, _ = supervised(tmp_path, "pass", finished=False)
     with pytest.raises(IslandFailed, match=r"the run is not finished\. See .*--resume"):
         supervisor.run()
 
 
-def test_a_run_of_which_no_island_can_be_kept_going_ends_with_what_the_last_one_said(tmp_path):
-    supervisor, _ = kept_going(tmp_path, REFUSES, REFUSES)
+def test_a_run_of_which_no_island_can_be_kept_alive_ends_with_the_last_error(tmp_path):
+    supervisor, _ = supervised(tmp_path, REFUSES, REFUSES)
     with pytest.raises(IslandFailed, match=r"cannot be kept alive: my card is broken\."):
         supervisor.run()
     assert supervisor.rendezvous.exit_code is not None
 
 
 def test_islands_that_all_find_no_state_do_not_wait_for_each_other(tmp_path):
-    supervisor, said = kept_going(tmp_path, "raise SystemExit(4)", "raise SystemExit(4)")
+    supervisor, logged = supervised(tmp_path, "raise SystemExit(4)", "raise SystemExit(4)")
     with pytest.raises(IslandFailed):
         supervisor.run()
-    assert sum(one.starts for one in supervisor.islands) <= 4, said
+    assert sum(one.starts for one in supervisor.islands) <= 4, logged
 
 
 STARTED = RunStarted(recipe="r", algorithm="DiLoCo", islands=1, params=1, steps=1, seed=0)
@@ -188,7 +189,7 @@ def lines(*events):
 def test_a_tail_passes_on_what_is_new_and_whole(tmp_path):
     log, seen = tmp_path / "events.jsonl", Recorder()
     log.write_text(lines(EVENTS[0]))
-    tail = LogTail(tmp_path, [seen])
+    tail = LogTail(tmp_path, seen)
     tail.follow()
     assert seen.events == []
     with log.open("a") as file:
@@ -203,7 +204,7 @@ def test_a_tail_passes_on_what_is_new_and_whole(tmp_path):
 
 def test_a_log_that_was_cut_and_has_grown_again_is_followed_from_its_next_whole_line(tmp_path):
     log, seen = tmp_path / "events.jsonl", Recorder()
-    tail = LogTail(tmp_path, [seen])
+    tail = LogTail(tmp_path, seen)
     log.write_text(lines(*EVENTS[:2]))
     tail.follow()
     longer = RunStarted(recipe="a" * 200, algorithm="DiLoCo", islands=1, params=1, steps=1, seed=0)
@@ -221,15 +222,13 @@ def test_a_log_that_was_cut_and_has_grown_again_is_followed_from_its_next_whole_
 def test_a_run_keeps_its_port_while_it_is_free(tmp_path, monkeypatch):
     """Joiners find a resumed run at its old address, unless another process has it now."""
     seen = []
-    monkeypatch.setattr(
-        launch, "Supervisor", lambda task, **_: seen.append(task.spec.port) or SimpleNamespace(address="", run=bool)
-    )
+    monkeypatch.setattr(launch, "Supervisor", lambda task, *_: seen.append(task.spec.port) or SimpleNamespace(address="", run=bool))
     spec = Elastic(processes=1, listen=f"{HOST}:{free_port(HOST)}")
     task = RunTask(run=spec.fitted(recipes.ALL["toy-sync"]()), spec=spec, folder=RunFolder(tmp_path))
     task = replace(task, run=replace(task.run, train=replace(task.run.train, warm_start_steps=0)))
     launch.supervise(task)
     assert seen == [spec.port] == [read_spec(tmp_path).port]
-    with listen(HOST, spec.port):
+    with socket.create_server((HOST, spec.port)):
         launch.supervise(task)
     assert seen[1] != spec.port
 

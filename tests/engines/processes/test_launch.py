@@ -9,11 +9,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import atoll
 from atoll import recipes
 from atoll.core.errors import ConfigError
-from atoll.engines.driver import RunRequest
 from atoll.engines.liveness import PEER_MISSING
 from atoll.engines.processes.launch import last_error, why
 from atoll.engines.processes.rank import rank_log_path
 from atoll.engines.processes.spec import Processes
+from atoll.engines.run_driver import RunRequest
 from atoll.runs.folder import RunFolder
 from atoll.testing.simulated_runs import Recorder, Regression
 
@@ -44,25 +44,25 @@ def test_last_error_are_the_last_error_of_a_log(tmp_path):
     assert last_error(rank_log_path(tmp_path, 0)) == "", "without a log there are none"
 
 
-def test_what_a_rank_said_before_it_was_started_again_are_not_its_last_error(tmp_path):
+def test_an_error_from_before_a_ranks_last_start_is_not_its_last_error(tmp_path):
     log(tmp_path, 1, "error: the disk is full.", "12:00:05 rank 1 of 2 on here, process 8, 1 thread(s)", "12:00:06 saved round 3")
     assert last_error(rank_log_path(tmp_path, 1)) == ""
 
 
-def test_who_was_killed_is_named_and_not_those_who_missed_it(tmp_path):
+def test_a_killed_rank_is_named_and_not_the_ranks_that_missed_it(tmp_path):
     log(tmp_path, 0, "error: rank 0 could not hear from rank 1 within 60 s.")
     for code in (PEER_MISSING, 1):  # in our words, or in a library's
         failures = {0: failure(0, code), 1: failure(1, -signal.SIGKILL, 101), 2: failure(2, -signal.SIGTERM)}
         assert why(failures, tmp_path).startswith("rank 1 has failed, and the others were stopped: it was killed by SIGKILL.")
 
 
-def test_who_did_not_end_when_it_was_asked_to_and_was_killed_is_not_named(tmp_path):
+def test_a_rank_that_the_agent_killed_is_not_named(tmp_path):
     log(tmp_path, 1, "error: the disk is full.")
     failures = {0: failure(0, -signal.SIGKILL, 105), 1: failure(1, 2, 100), 2: failure(2, -signal.SIGTERM, 105)}
     assert why(failures, tmp_path).startswith("rank 1 has failed, and the others were stopped: the disk is full.")
 
 
-def test_whose_own_error_it_was_is_named_and_not_those_who_missed_it(tmp_path):
+def test_a_rank_with_an_error_of_its_own_is_named_and_not_the_ranks_that_missed_it(tmp_path):
     log(tmp_path, 0, "error: rank 0 could not hear from rank 2 within 60 s.")
     log(tmp_path, 2, "error: the loss is nan on island 2 in round 1.")
     text = why({0: failure(0, PEER_MISSING), 1: failure(1, -signal.SIGTERM), 2: failure(2, 2)}, tmp_path)
@@ -70,7 +70,7 @@ def test_whose_own_error_it_was_is_named_and_not_those_who_missed_it(tmp_path):
     assert "the loss is nan on island 2 in round 1. " in text
 
 
-def test_of_several_that_missed_somebody_the_first_is_named(tmp_path):
+def test_of_several_ranks_that_missed_a_peer_the_first_is_named(tmp_path):
     for rank in (0, 1):
         log(tmp_path, rank, f"error: rank {rank} could not hear from rank 2 within 3 s.")
     missed = {0: failure(0, PEER_MISSING, 101), 1: failure(1, PEER_MISSING, 100)}
@@ -80,12 +80,12 @@ def test_of_several_that_missed_somebody_the_first_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("saved", "says"), [(True, "Resume: atoll run --resume"), (False, "There is no checkpoint yet.")])
-def test_it_is_said_whether_the_run_can_go_on(tmp_path, saved, says):
+def test_the_error_states_whether_the_run_can_resume(tmp_path, saved, says):
     (tmp_path / "checkpoints" / ("00000004" if saved else ".00000004.saving")).mkdir(parents=True)
     assert says in why({0: failure(0, 1)}, tmp_path)
 
 
-def test_who_says_nothing_is_looked_up_in_its_log(tmp_path):
+def test_for_a_rank_without_a_recorded_error_its_log_is_named(tmp_path):
     assert str(rank_log_path(tmp_path, 3)) in why({3: failure(3, 1)}, tmp_path)
 
 

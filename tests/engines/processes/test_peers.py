@@ -13,8 +13,8 @@ from atoll.core.protocols import HoldsWeights
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
-from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.replicated_state import donated, owned
+from atoll.engines.processes.timed_replica import ProcessReplica
+from atoll.engines.state_ownership import donated, owned
 from atoll.engines.training_setup import DataPositions
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD

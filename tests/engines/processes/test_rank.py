@@ -16,12 +16,9 @@ from atoll.algorithms.zero import FSDP
 from atoll.core.errors import AtollError, CheckpointError, ConfigError, ExchangeFailed
 from atoll.core.events import Saved
 from atoll.core.serialization import load_tree
-from atoll.engines.driver import RunRequest, RunTask, resume
-from atoll.engines.driver import run as run_in_folder
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.rank import (
     RankDriver,
-    RankLog,
     RunPlan,
     _publish_plan,
     _read_plan,
@@ -30,10 +27,12 @@ from atoll.engines.processes.rank import (
     wait_for_all,
 )
 from atoll.engines.processes.spec import Processes
+from atoll.engines.run_driver import RunRequest, RunTask, resume
+from atoll.engines.run_driver import run as run_in_folder
 from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
 from atoll.telemetry import read_events
-from atoll.testing.processes import context_of
+from atoll.testing.processes import context_of, outcomes
 from atoll.testing.simulated_runs import Regression
 
 
@@ -96,7 +95,7 @@ def carried_out(group, folder, changed=None, changed_rank=None, checkpoints=None
         spec = Processes(processes=world.size)
         task = RunTask(run=run, spec=spec, folder=RunFolder(Path(folder)), workload=workload, sinks=sinks)
         try:
-            RankDriver(task, spec, world, "cpu", RankLog(file), ExchangeTimeout(20.0)).carry_out()
+            RankDriver(task, spec, world, "cpu", file.write, ExchangeTimeout(20.0)).carry_out()
         except (AtollError, Killed) as error:
             return error
         finally:
@@ -109,7 +108,7 @@ def folder(tmp_path):
     return create(small(), 1, tmp_path / "run")
 
 
-def test_who_has_other_data_is_named_before_anything_is_trained(four, tmp_path):
+def test_ranks_with_other_data_are_named_before_training(four, tmp_path):
     folder = create(small(), 2, tmp_path / "run")
     run = fitted(small(), 2)
     for error in four.run(carried_out, folder, replace(run, data=replace(run.data, noise=0.25)), 1, size=2):
@@ -129,9 +128,9 @@ def test_a_checkpoint_of_other_settings_or_other_data_is_refused(four, folder):
     assert "its data or their partition differ" in str(error)
 
 
-def test_a_warm_start_is_handed_out_once_and_not_to_a_run_that_goes_on_from_a_checkpoint(four, tmp_path):
+def test_rank_0_broadcasts_a_warm_start_once_and_not_to_a_run_that_resumes_from_a_checkpoint(four, tmp_path):
     folder = create(small(), 2, tmp_path / "run")
-    four.run(carried_out, folder, None, None, 1, size=2)
+    outcomes(2, carried_out, folder, None, None, 1)
     begun = rank_log_path(folder, 1).read_text()
     (log, also) = four.run(carried_out, folder, size=2)
     assert "rank 0 broadcast its weights" in begun
@@ -168,7 +167,7 @@ def go_on(folder, own):
 
 
 @pytest.mark.usefixtures("_importable")
-def test_a_run_of_a_workload_of_ones_own_goes_on_to_the_bit_after_it_was_killed(tmp_path):
+def test_a_killed_run_of_a_users_workload_resumes_bit_for_bit(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert alone(begin, whole, []) == 0
     assert alone(begin, cut, [UntilSaved(2)]) == 1, "an error that is not ours"
@@ -256,7 +255,7 @@ def test_an_impossible_run_leaves_no_folder_and_is_every_ranks_error(tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_that_receives_no_plan_says_so():
+def test_a_rank_that_receives_no_plan_names_rank_0_and_the_timeout():
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=20))
     with pytest.raises(ExchangeFailed, match=r"rank 1 received no plan: rank 0 has ended.*engine.start_timeout_s"):

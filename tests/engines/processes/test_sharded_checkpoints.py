@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import signal
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +19,12 @@ from atoll.algorithms.zero import FSDP, ZeRO1
 from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed
 from atoll.core.events import LimitSet
 from atoll.core.flat_tree import Tree
-from atoll.core.pytree import trees
+from atoll.core.nested_trees import trees
 from atoll.engines.checkpoints import CheckpointPart, ShardSlice
-from atoll.engines.processes.process_group import RankContext
+from atoll.engines.processes.rank_context import RankContext
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.optim.adam import AdamW
-from atoll.testing.processes import context_of, engine_of, outcomes, processes
+from atoll.testing.processes import ProcessPool, context_of, engine_of, outcomes
 from atoll.testing.simulated_runs import Regression, RegressionBatches
 
 RULE = AdamW(lr=0.05)
@@ -124,12 +125,12 @@ def by_four(four, *arguments):
     """torch keeps meshes of devices in mind, and with them groups that are no more: who uses one is given fresh processes."""
     if arguments[1] != IN_FRESH_PROCESSES:
         return four.run(taking_part, *arguments)
-    with processes(4) as fresh:
+    with closing(ProcessPool(4)) as fresh:
         return fresh.run(taking_part, *arguments)
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
-def test_as_many_processes_go_on_to_the_bit(four, tmp_path, kind):
+def test_as_many_processes_resume_bit_for_bit(four, tmp_path, kind):
     through = by_four(four, tmp_path / "through", kind)
     stopped = by_four(four, tmp_path / "stopped", kind, STOP)
     resumed = by_four(four, tmp_path / "stopped", kind)
@@ -159,7 +160,7 @@ def test_a_half_of_a_batch_that_waits_is_saved(four, tmp_path):
     ("kind", "before", "after"),
     [("DDP", 4, 3), ("ZeRO1", 4, 3), ("DiLoCo", 4, 3), ("ACCO", 4, 3), ("ZeRO1", 4, 2), ("ACCO", 2, 4), ("DiLoCo", 2, 4)],
 )
-def test_another_number_goes_on_from_the_same_weights_with_slices_cut_anew(four, tmp_path, kind, before, after):
+def test_another_number_of_processes_resumes_from_the_same_weights_with_new_slices(four, tmp_path, kind, before, after):
     workload = Regression(hidden=3, batches=RegressionBatches(num_shards=before))
     stopped = four.run(taking_part, tmp_path, kind, STOP, workload, size=before)
     resumed = four.run(taking_part, tmp_path, kind, None, workload, size=after)
@@ -178,7 +179,7 @@ def joined(slices):
     return [Tree.join(parts) for parts in zip(*slices, strict=True)]
 
 
-def test_who_was_there_keeps_its_moments_and_who_is_new_begins_without(four, tmp_path):
+def test_a_former_rank_keeps_its_moments_and_a_new_one_starts_without(four, tmp_path):
     workload = Regression(hidden=3, batches=RegressionBatches(num_shards=2))
     stopped = four.run(taking_part, tmp_path, "DiLoCo", STOP, workload, size=2)
     resumed = four.run(taking_part, tmp_path, "DiLoCo", None, workload)
@@ -188,7 +189,7 @@ def test_who_was_there_keeps_its_moments_and_who_is_new_begins_without(four, tmp
         assert not any(resumed[rank].replica)
 
 
-def test_positions_in_the_data_go_on_where_they_stood_whoever_reads(four, tmp_path):
+def test_data_positions_resume_for_any_number_of_readers(four, tmp_path):
     """Shards that nobody reads for a while are not read from the beginning again."""
     first = four.run(taking_part, tmp_path, "DDP", 1)
     assert [told.positions for told in first] == [((0, 1), (2, 1))] * 4
@@ -206,7 +207,7 @@ def test_readers_that_share_a_shard_share_its_position_too(four, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["two-DDP", "two-ACCO"])
-def test_islands_of_devices_come_and_go_as_a_whole(four, tmp_path, kind):
+def test_islands_of_devices_are_added_and_removed_as_a_whole(four, tmp_path, kind):
     stopped = four.run(taking_part, tmp_path, kind, STOP)
     fewer = four.run(taking_part, tmp_path, kind, STOP + 1, size=2)
     assert all(told.begun.equal(stopped[0].ended) for told in fewer)
@@ -268,7 +269,7 @@ def failing(group, folder):
 
 @dataclass
 class Mortal(RankContext):
-    """Is killed at a meeting."""
+    """Is killed at a barrier."""
 
     lives: int = 0
 
@@ -284,7 +285,9 @@ def dying(group, folder, victim, lives):
     checkpoints = ShardedCheckpoints(Path(folder), 2, world)
     checkpoints.save(1, some_parts(world, 1), {})
     if world.rank == victim:
-        checkpoints = ShardedCheckpoints(Path(folder), 2, Mortal(**vars(world), lives=4 + lives))  # it is made in four meetings
+        checkpoints = ShardedCheckpoints(
+            Path(folder), 2, Mortal(**vars(world), lives=3 + lives)
+        )  # its constructor has three barriers
     else:
         checkpoints = ShardedCheckpoints(Path(folder), 2, world)
     checkpoints.save(2, some_parts(world, 2), {})
@@ -299,7 +302,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_older_checkpo
 
 
 @pytest.mark.parametrize(("victim", "lives"), [(1, 0), (0, 0), (2, 1)])
-def test_who_is_killed_in_the_middle_of_a_save_leaves_a_checkpoint_that_is_whole(four, tmp_path, victim, lives):
+def test_a_rank_killed_in_the_middle_of_a_save_leaves_a_whole_checkpoint(four, tmp_path, victim, lives):
     results = outcomes(3, dying, tmp_path, victim, lives)
     assert results[victim] == (-signal.SIGKILL, None)
     assert all(isinstance(word, ExchangeFailed) for rank, (_, word) in enumerate(results) if rank != victim)

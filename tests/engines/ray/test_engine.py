@@ -1,6 +1,8 @@
 """The driving process without Ray: a hub with scripted statuses, and workers that never end."""
 
 import threading
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +11,13 @@ import torch
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Evaluated, Saved
 from atoll.core.flat_tree import Tree
-from atoll.engines.ray.engine import RayEngine, WorkerPoolSpec
+from atoll.engines.ray.engine import RayEngine
 from atoll.engines.ray.messages import EvaluationRequest, HubStatus, tree_bytes
+from atoll.engines.ray.spec import Ray
+from atoll.engines.ray.worker import WorkerProcessSpec
+from atoll.recipes.toy import toy_async
+from atoll.runs.cluster import Cluster
+from atoll.runs.run import Train
 from atoll.telemetry.sinks import MemorySink
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})
@@ -129,24 +136,10 @@ class FakeRay:
 def engine_of(hub, evaluate=lambda params, buffers: {"loss": 1.5}):
     """An engine with two workers, and what it shows and logs."""
     ray, sink, logged = FakeRay(hub), MemorySink(), []
-    spec = SimpleNamespace(settings=SimpleNamespace(max_workers=2, updates=40), layout=WEIGHTS.layout, dtype="float32")
-    workers = WorkerPoolSpec(
-        workers=2,
-        max_workers=2,
-        worker=lambda worker, incarnation: SimpleNamespace(worker=worker, incarnation=incarnation, log="a log"),
-        cpus=1.0,
-        gpus=0.0,
-    )
-    engine = RayEngine(
-        ray=ray,
-        hub=spec,
-        workers=workers,
-        evaluate=evaluate,
-        sink=sink,
-        steps=20,
-        timeout_s=5.0,
-        log=logged.append,
-    )
+    run = replace(toy_async(), train=Train(steps=20, batch_size=1), cluster=Cluster(islands=2))
+    spec = SimpleNamespace(run=run, engine=Ray(hub_timeout_s=5.0), layout=WEIGHTS.layout, dtype="float32")
+    worker = WorkerProcessSpec(run=run, engine=spec.engine, gpus=0.0, workload=None, weights=(), logs=Path("logs"))
+    engine = RayEngine(ray=ray, hub=spec, worker=worker, evaluate=evaluate, sink=sink, log=logged.append)
     return engine, ray, sink, logged
 
 

@@ -1,11 +1,15 @@
 """Dead workers are replaced, without Ray: a list stands for the actors."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from atoll.core.errors import ConfigError, ExchangeFailed
-from atoll.engines.ray.engine import WorkerPool, WorkerPoolSpec
+from atoll.engines.ray.engine import WorkerPool
+from atoll.engines.ray.spec import Ray
+from atoll.engines.ray.worker import WorkerProcessSpec
+from atoll.recipes.toy import toy_async
 
 
 class RayError(Exception):
@@ -65,12 +69,9 @@ class FakeRay:
 def pool_of(workers=2, max_workers=None):
     """A pool, its Ray, what it logs, and the dead workers that it reports to the hub."""
     ray, logged, died = FakeRay(), [], []
-
-    def worker_spec(worker, incarnation):
-        return SimpleNamespace(worker=worker, incarnation=incarnation, log=f"worker-{worker}.log")
-
     client = SimpleNamespace(hub="hub", call=lambda method, *arguments: died.append(arguments))
-    spec = WorkerPoolSpec(workers=workers, max_workers=max_workers or workers, worker=worker_spec, cpus=1.0, gpus=0.5)
+    engine = Ray(processes=workers, max_workers=max_workers)
+    spec = WorkerProcessSpec(run=toy_async(), engine=engine, gpus=0.5, workload=None, weights=(), logs=Path("logs"))
     pool = WorkerPool(ray, client, spec, logged.append)
     pool.turn = lambda workers=None, overdue=None: pool.supervise(SimpleNamespace(workers=workers or {}, overdue=overdue or {}))
     pool.dies = lambda worker, error: ray.ends.update({pool.workers[worker].result: error})

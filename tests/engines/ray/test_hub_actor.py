@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,14 +15,12 @@ from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import ComputeSpan
 from atoll.engines.ray.hub_actor import HubProcess, LoadMeter, WeightPublisher
 from atoll.engines.ray.hub_storage import LostRounds, SavedCheckpoint
-from atoll.engines.ray.messages import (
-    HubProcessSpec,
-    HubSettings,
-    UpdateMessage,
-    tree_bytes,
-    tree_view,
-)
+from atoll.engines.ray.messages import HubProcessSpec, UpdateMessage, tree_bytes, tree_view
+from atoll.engines.ray.spec import Ray
 from atoll.optim.sgd import SGD
+from atoll.recipes.toy import toy_async
+from atoll.runs.cluster import Cluster
+from atoll.runs.run import Keep, Train
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})
 TIMEOUT_S = 20.0
@@ -62,7 +61,7 @@ class MemoryStorage:
         if not self.checkpoints:
             return None
         round, parts, metadata = self.checkpoints[-1]
-        return SavedCheckpoint(self.checkpoint_name(round), metadata, lambda part, like: copy.deepcopy(parts[part]))
+        return SavedCheckpoint(f"{round:08d}", metadata, lambda part, like: copy.deepcopy(parts[part]))
 
     def save_checkpoint(self, round, parts, metadata):
         self.writing.set()
@@ -70,9 +69,6 @@ class MemoryStorage:
         if self.full:
             raise CheckpointError("the disk is full")
         self.checkpoints.append((round, copy.deepcopy(parts), metadata))
-
-    def checkpoint_name(self, round):
-        return f"{round:08d}"
 
     def lost_rounds(self, after):
         arrived = [event for event in self.events[after:] if isinstance(event, Arrived)]
@@ -102,28 +98,24 @@ class MemoryStorage:
 
 def hub(store, storage, *, updates=40, workers=2, save_every_s=1000.0, session="a", grace_s=0.0, evaluate_every=1000, lost=(0, 0)):
     algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), grace_s=grace_s)
-    settings = HubSettings(
+    run = replace(
+        toy_async(),
         algorithm=algorithm,
-        plan=algorithm.plan,
-        examples=(100, 100),
-        updates=updates,
-        seed=0,
-        islands=2,
-        max_workers=max(2, workers),
-        evaluate_every=evaluate_every,
+        train=Train(steps=updates // 2, batch_size=1),
+        cluster=Cluster(islands=2),
+        keep=Keep(evaluate_every=evaluate_every // 2),
     )
     spec = HubProcessSpec(
-        settings=settings,
+        run=run,
+        engine=Ray(processes=workers, save_every_s=save_every_s),
+        examples=(100, 100),
         layout=WEIGHTS.layout,
         dtype="float32",
-        workers=workers,
-        save_every_s=save_every_s,
         begin_bytes=0,
         lost=LostRounds(*lost),
         session=session,
         storage=storage,
         fingerprint="data",
-        threads=1,
         warm_start_tokens=0,
     )
     return HubProcess(spec, store.put)

@@ -1,5 +1,6 @@
 """A hub's checkpoints, their events, and the outbox of events."""
 
+from dataclasses import replace
 from threading import Condition
 from types import SimpleNamespace
 
@@ -12,9 +13,12 @@ from atoll.core.events import Saved, SaveFailed
 from atoll.core.flat_tree import Tree
 from atoll.engines.ray.hub_checkpoints import CheckpointWriter, EventOutbox, RecoveredHub
 from atoll.engines.ray.hub_state import HubState
-from atoll.engines.ray.messages import HubSettings
+from atoll.engines.ray.spec import Ray
 from atoll.engines.round_record import WallClock
 from atoll.optim.sgd import SGD
+from atoll.recipes.toy import toy_async
+from atoll.runs.cluster import Cluster
+from atoll.runs.run import Train
 from atoll.telemetry.sinks import MemorySink
 
 
@@ -37,9 +41,6 @@ class MemoryStorage:
             raise CheckpointError("the disk is full")
         self.saved.append((round, metadata))
 
-    def checkpoint_name(self, round):
-        return f"{round:08d}"
-
     def log(self, text):
         pass
 
@@ -47,18 +48,9 @@ class MemoryStorage:
 def writer_of(fails=False):
     log = MemoryLog()
     algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0))
-    settings = HubSettings(
-        algorithm=algorithm,
-        plan=algorithm.plan,
-        examples=(100,),
-        updates=8,
-        seed=0,
-        islands=1,
-        max_workers=1,
-        evaluate_every=10,
-    )
+    run = replace(toy_async(), algorithm=algorithm, train=Train(steps=8, batch_size=1), cluster=Cluster(islands=1))
     outbox, storage = EventOutbox(log), MemoryStorage(log, fails)
-    state = HubState(settings, Tree.of({"w": torch.ones(3)}), epoch=1, sink=outbox)
+    state = HubState(run, Ray(), Tree.of({"w": torch.ones(3)}), (100,), epoch=1, sink=outbox)
     spec = SimpleNamespace(storage=storage, session="a")
     writer = CheckpointWriter(spec, RecoveredHub(state, outbox, WallClock(), started=False), Condition())
     return writer, state, storage, log

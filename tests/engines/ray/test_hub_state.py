@@ -3,6 +3,7 @@
 import copy
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,9 +26,13 @@ from atoll.core.events import (
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import ComputeSpan
 from atoll.engines.ray.hub_state import HubState, StartBarrier
-from atoll.engines.ray.messages import HubSettings, UpdateMessage
+from atoll.engines.ray.messages import UpdateMessage
+from atoll.engines.ray.spec import Ray
 from atoll.optim.sgd import SGD
 from atoll.optim.staleness import Polynomial
+from atoll.recipes.toy import toy_async
+from atoll.runs.cluster import Cluster
+from atoll.runs.run import Keep, Train
 from atoll.telemetry.sinks import MemorySink
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})
@@ -37,18 +42,15 @@ def hub_state(
     sink, *, updates=40, epoch=1, grace_s=0.0, islands=2, max_workers=2, pace="even", evaluate_every=10, algorithm=None, devices=1
 ):
     algorithm = algorithm or AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), grace_s=grace_s, pace=pace)
-    settings = HubSettings(
+    run = replace(
+        toy_async(),
         algorithm=algorithm,
-        plan=algorithm.plan,
-        examples=(100,) * islands,
-        updates=updates,
-        seed=0,
-        islands=islands,
-        max_workers=max_workers,
-        evaluate_every=evaluate_every,
-        devices=devices,
+        train=Train(steps=updates // islands, batch_size=1),
+        cluster=Cluster(islands=islands),
+        keep=Keep(evaluate_every=evaluate_every // islands),
     )
-    return HubState(settings, WEIGHTS.copy(), epoch=epoch, sink=sink)
+    engine = Ray(max_workers=max_workers, devices=devices)
+    return HubState(run, engine, WEIGHTS.copy(), (100,) * islands, epoch=epoch, sink=sink)
 
 
 def round_id(state, number):
@@ -93,7 +95,7 @@ def test_a_duplicate_update_counts_once():
     assert torch.allclose(state.params["w"], torch.full((3,), 0.9))
     assert (state.hub.version, state.accounting.totals.local_updates, len(sink.of(Arrived))) == (1, 4, 1)
     assert "delivered twice" in sink.of(Refused)[0].reason
-    assert state.pull(0, 0, first.round_id, 1.2)[0] == "train"
+    assert state.pull(0, 0, first.round_id, 1.2)[0].status == "train"
     assert state.accounting.ledgers[0].sent_bytes == 2 * WEIGHTS.nbytes, "both were sent"
 
 
@@ -107,7 +109,7 @@ def test_a_dead_workers_data_is_dispatched_again_and_its_late_update_is_rejected
     again = state.hub.scheduler.workers[0].dispatch
     assert (again.work.shard, again.work.start) == (task.work.shard, task.work.start)
     assert state.push(late, delta(), 4.0) == "replaced"
-    assert state.pull(0, 0, None, 4.0)[0] == "replaced"
+    assert state.pull(0, 0, None, 4.0)[0].status == "replaced"
     assert state.push(update(state, 0, incarnation=2), delta(), 5.0) == "accepted"
     assert [type(event) for event in sink.events][:4] == [Dispatched, IslandLeft, Returned, IslandJoined]
     assert max(Counter(spans(sink)).values()) == 1
@@ -123,9 +125,9 @@ def test_a_hub_that_lost_a_round_rejects_it_and_resets_its_workers_optimizer():
     second = update(state, 0, begin_s=1.0, pushed_s=2.0)
     # The first hub dies here. Of the worker's two rounds, the second hub has the first as open, and no record of the other.
     assert two.push(second, delta(), 3.0) == "unknown"
-    status, dispatch, fresh = two.pull(0, 0, second.round_id, 3.1)
-    assert (status, fresh) == ("train", True)
-    assert two.round_id(dispatch) != second.round_id
+    task, _ = two.pull(0, 0, second.round_id, 3.1)
+    assert (task.status, task.fresh_optimizer) == ("train", True)
+    assert task.round_id != second.round_id
     assert [type(event) for event in again.events][-4:] == [Dispatched, IslandLeft, Returned, IslandJoined]
 
 
@@ -136,7 +138,8 @@ def test_a_round_that_was_open_at_the_checkpoint_is_accepted_by_the_next_hub_onc
     mine = update(state, 1, incarnation=1)
     two, again = saved(state, sink, now_s=0.5, epoch=2)
     assert two.push(mine, delta(), 2.0) == "accepted"
-    assert two.pull(1, 1, mine.round_id, 2.0)[::2] == ("train", False), "the worker keeps its optimizer"
+    task, _ = two.pull(1, 1, mine.round_id, 2.0)
+    assert (task.status, task.fresh_optimizer) == ("train", False), "the worker keeps its optimizer"
     three, _ = saved(two, again, now_s=2.5, epoch=3)
     assert three.push(mine, delta(), 3.0) == "duplicate", "also if the hub died before it replied"
 
@@ -155,13 +158,13 @@ def test_a_round_of_another_hub_with_the_same_number_is_rejected():
     assert two.push(theirs, delta(), 8.0) == "unknown"
     assert two.hub.version == 1
     assert not again.of(Refused), "the log has a round of this hub with that number"
-    assert two.pull(0, 0, theirs.round_id, 8.0)[2], "its worker resets its optimizer"
+    assert two.pull(0, 0, theirs.round_id, 8.0)[0].fresh_optimizer, "its worker resets its optimizer"
 
 
 def test_an_unknown_worker_is_asked_to_register():
     state = hub_state(MemorySink())
     state.join({0: 0}, 0.0)
-    assert state.pull(1, 5, None, 0.0)[0] == "register"
+    assert state.pull(1, 5, None, 0.0)[0].status == "register"
     assert state.push(update(state, 0)._replace(incarnation=7), delta(), 1.0) == "register"
 
 
@@ -205,7 +208,7 @@ def test_the_last_weights_are_always_evaluated_and_the_figures_come_at_the_end()
     assert isinstance(finished, RunFinished)
     assert len(sink.of(Dispatched)) == 3, "dispatches that are open at the end are logged"
     assert state.push(update(state, 0), delta(), 3.0) == "finished"
-    assert state.pull(0, 0, None, 3.0)[0] == "finished"
+    assert state.pull(0, 0, None, 3.0)[0].status == "finished"
 
 
 def test_every_dispatch_is_logged_once_and_before_its_arrival():
@@ -252,7 +255,8 @@ def test_an_unusable_update_is_refused_and_its_data_dispatched_again(what, loss,
     assert (again.work, again.round > task.round) == (task.work, True)
     assert says in sink.of(Refused)[0].reason
     assert state.accounting.ledgers[0].computed_s == 1.0, "a refused update was computed, too"
-    assert state.pull(0, 0, bad.round_id, 1.0)[::2] == ("train", False), "the worker has reset its optimizer already"
+    next_task, _ = state.pull(0, 0, bad.round_id, 1.0)
+    assert (next_task.status, next_task.fresh_optimizer) == ("train", False), "the worker has reset its optimizer already"
     assert state.hub.version == 0
 
 

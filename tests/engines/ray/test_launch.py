@@ -8,16 +8,16 @@ import pytest
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
-from atoll.engines.driver import RunTask, resume
 from atoll.engines.ray.hub_storage import wait_for_former_hub
 from atoll.engines.ray.launch import RayDriver
 from atoll.engines.ray.spec import Ray
+from atoll.engines.run_driver import RunTask, resume
 from atoll.engines.spec import write_spec
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import JsonlSink
+from atoll.testing.chaos.chaos_run import RunFaults
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault
-from atoll.testing.chaos.run_faults import RunFaults
 from atoll.testing.simulated_runs import arrived
 
 AT_ONCE = Ray(hub_timeout_s=1e-9, processes=2)
@@ -62,7 +62,7 @@ def test_a_driver_that_waits_for_a_hub_logs_it_once_and_holds_nothing_afterwards
 def test_a_script_of_faults_that_the_run_cannot_have_is_refused(folder):
     left = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     script = FaultScript(faults=(TimedFault(at_s=1.0, fault=Kill(victim="worker-3")),))
-    with pytest.raises(ConfigError, match=r"victims worker-3; the run starts hub, worker-0, worker-1, worker-2"):
+    with pytest.raises(ConfigError, match=r"names worker-3; the run starts hub, worker-0, worker-1, worker-2"):
         resume(folder.path, faults=RunFaults(script))
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path in left} == left
     assert not (folder.path / CHAOS_LOG).exists()

@@ -1,6 +1,7 @@
 """The worker process without Ray, and a hub in the same thread."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +14,14 @@ from atoll.core.errors import ConfigError
 from atoll.core.protocols import Work
 from atoll.engines.ray.messages import TaskMessage, dtype_name, tree_bytes, tree_view
 from atoll.engines.ray.spec import Ray
-from atoll.engines.ray.worker import WorkerProcess, WorkerProcessSpec, WorkerReplicas
-from atoll.engines.warm_start import load_data
+from atoll.engines.ray.worker import WorkerProcess, WorkerProcessSpec
+from atoll.engines.training_setup import replica_of
+from atoll.engines.warm_start_training import load_data
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import initial_weights
-from atoll.runs.run import candidates
+from atoll.runs.run import Train, candidates
+from atoll.runs.workloads import data_fingerprint
 from atoll.testing.simulated_runs import Regression
 
 
@@ -30,24 +33,11 @@ class TimedOut(Exception):
     """Ray's error for a timeout."""
 
 
-class FakeReplicas:
-    """Counts the replicas that it creates."""
-
-    fingerprint = "data"
-
-    def __init__(self):
-        self.workload, self.count = Regression(), 0
-
-    def replica(self, number):
-        self.count += 1
-        return LocalReplica(self.workload, optimizer=AdamW(lr=0.01), seed=number)
-
-
 class FakeHub:
     """Replies to pulls with given statuses, and records pushes."""
 
-    def __init__(self, factory, statuses, replies=(), refusal=""):
-        self.weights = initial_weights(factory.workload, "cpu")
+    def __init__(self, statuses, replies=(), refusal=""):
+        self.weights = initial_weights(Regression(), "cpu")
         self.statuses, self.replies, self.reason = list(statuses), list(replies), refusal
         self.registrations, self.pulls, self.pushed, self.started, self.asked_again = [], [], [], [], []
 
@@ -76,9 +66,9 @@ class FakeHub:
         return self.replies.pop(0) if self.replies else "accepted"
 
 
-def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None):
-    factory = FakeReplicas()
-    hub = FakeHub(factory, statuses, replies, refusal)
+def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None, workload=None, run=None, devices=1):
+    """A worker, of a run of its own data or on `workload`, and its hub."""
+    hub = FakeHub(statuses, replies, refusal)
 
     def get(found, timeout):
         if isinstance(found, Exception):
@@ -90,17 +80,22 @@ def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None):
     methods = {
         name: SimpleNamespace(remote=getattr(hub, name)) for name in ("register", "pull", "round_started", "push", "weights_lost")
     }
-    spec = WorkerProcessSpec(
-        worker=2,
-        incarnation=5,
-        algorithm=algorithm or AsyncLocalSGD(inner_steps=4),
-        load=lambda: factory,
-        threads=1,
-        pause_s=0.0,
-        timeout_s=1.0,
-        log=tmp_path / "worker.log",
-    )
-    return WorkerProcess(spec, SimpleNamespace(**methods), ray), hub, factory
+    if run is None:
+        algorithm, train = algorithm or AsyncLocalSGD(inner_steps=4), Train(steps=8, batch_size=1, clip_norm=None)
+        run = replace(recipes.toy_async(), algorithm=algorithm, optimizer=AdamW(lr=0.01), train=train)
+        workload = workload or Regression()
+    engine = Ray(hub_timeout_s=1.0, devices=devices)
+    shared = {"run": run, "engine": engine, "gpus": 0.0, "workload": workload, "weights": (), "logs": tmp_path}
+    spec = WorkerProcessSpec(**shared, worker=2, incarnation=5)
+    return WorkerProcess(spec, SimpleNamespace(**methods), ray), hub
+
+
+@pytest.fixture
+def replicas(monkeypatch):
+    """The replicas that the worker has made."""
+    made = []
+    monkeypatch.setattr("atoll.engines.ray.worker.replica_of", lambda *args, **kw: made.append(replica_of(*args, **kw)) or made[-1])
+    return made
 
 
 class Diverging(Regression):
@@ -108,69 +103,68 @@ class Diverging(Regression):
         return super().loss(module, batch) * float("nan")
 
 
-def test_a_worker_pushes_an_update_that_is_not_finite_for_the_hub_to_refuse(tmp_path):
-    one, hub, factory = worker(tmp_path, ["train", "finished"], replies=["refused"])
-    factory.workload = Diverging()
+def test_a_worker_pushes_an_update_that_is_not_finite_for_the_hub_to_refuse(tmp_path, replicas):
+    one, hub = worker(tmp_path, ["train", "finished"], replies=["refused"], workload=Diverging())
     assert one.work() == 1
     (update, bits), *_ = hub.pushed
     assert not tree_view(bits, hub.weights.layout, "float32").is_finite()
     assert math.isnan(update.computed[0].loss)
-    assert factory.count == 2, "the worker resets its optimizer"
+    assert len(replicas) == 2, "the worker resets its optimizer"
 
 
 def test_the_traceback_of_a_worker_is_in_its_log_or_in_rays(tmp_path, capsys):
-    one, _, _ = worker(tmp_path, ["train"], replies=["refused"], algorithm=NeverPushes(inner_steps=4))
+    one, _ = worker(tmp_path, ["train"], replies=["refused"], algorithm=NeverPushes(inner_steps=4))
     with pytest.raises(ConfigError):
         one.work()
-    assert "NeverPushes" in (tmp_path / "worker.log").read_text()
+    assert "NeverPushes" in (tmp_path / "worker-2.log").read_text()
     assert capsys.readouterr().out == ""
     worker(tmp_path / "nowhere", [])
     assert "worker 2: incarnation 5" in capsys.readouterr().out
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_worker_pulls_trains_and_pushes_its_delta(tmp_path):
-    one, hub, factory = worker(tmp_path, ["wait", "train", "train", "finished"])
+def test_a_worker_pulls_trains_and_pushes_its_delta(tmp_path, replicas):
+    one, hub = worker(tmp_path, ["wait", "train", "train", "finished"])
     assert one.work() == 2
-    replica = factory.workload and LocalReplica(factory.workload, optimizer=AdamW(lr=0.01), seed=2)
+    replica = LocalReplica(Regression(), optimizer=AdamW(lr=0.01), seed=2)
     for update, bits in hub.pushed:
         replica.load(hub.weights)
         replica.train(4, Work(shard=0, start=4 * (update.round_id[0] - 2), schedule=0, examples=64))
         assert tree_view(bits, hub.weights.layout, "float32").same_bits(hub.weights - replica.params())
-    assert hub.registrations == [(2, 5, "data")]
+    assert hub.registrations == [(2, 5, str(data_fingerprint(Regression())))]
     assert hub.pulls == [None, None, (2, 1), (3, 1)], "a pull names the worker's last round"
     assert hub.started == [(2, 1), (3, 1)]
-    assert factory.count == 1, "the worker keeps its optimizer"
+    assert len(replicas) == 1, "the worker keeps its optimizer"
     first = hub.pushed[0][0]
     assert 10.0 <= first.begin_s <= first.computed[0].start_s <= first.computed[0].end_s <= first.pushed_s, "on the hub's clock"
     assert sum(stretch.steps for stretch in first.computed) == 4
     assert torch.get_num_threads() == 1
 
 
-def test_a_worker_resets_its_optimizer_after_a_lost_or_refused_round(tmp_path):
-    one, _, factory = worker(tmp_path, ["train", "fresh", "train", "finished"], replies=["unknown", "refused", "accepted"])
+def test_a_worker_resets_its_optimizer_after_a_lost_or_refused_round(tmp_path, replicas):
+    one, _ = worker(tmp_path, ["train", "fresh", "train", "finished"], replies=["unknown", "refused", "accepted"])
     assert one.work() == 3
-    assert factory.count == 3
+    assert len(replicas) == 3
 
 
-def test_an_unknown_worker_registers_again(tmp_path):
-    one, hub, factory = worker(tmp_path, ["train", "register", "train", "replaced"], replies=["register", "accepted"])
+def test_an_unknown_worker_registers_again(tmp_path, replicas):
+    one, hub = worker(tmp_path, ["train", "register", "train", "replaced"], replies=["register", "accepted"])
     assert one.work() == 2
     assert len(hub.registrations) == 2
     assert hub.pulls[2] is None
-    assert factory.count == 2
+    assert len(replicas) == 2
 
 
 def test_a_worker_pulls_again_after_lost_weights(tmp_path):
-    one, hub, _ = worker(tmp_path, ["lost", "train", "finished"])
+    one, hub = worker(tmp_path, ["lost", "train", "finished"])
     assert one.work() == 1
     assert hub.pulls[:2] == [None, None]
     assert len(hub.asked_again) == 1, "a live hub would publish the same reference again"
-    assert "are lost" in (tmp_path / "worker.log").read_text()
+    assert "are lost" in (tmp_path / "worker-2.log").read_text()
 
 
 def test_a_refused_worker_raises_the_reason(tmp_path):
-    one, _, _ = worker(tmp_path, [], refusal="it reads other data")
+    one, _ = worker(tmp_path, [], refusal="it reads other data")
     with pytest.raises(ConfigError, match="it reads other data"):
         one.work()
 
@@ -181,7 +175,7 @@ class NeverPushes(AsyncLocalSGD):
 
 
 def test_a_round_without_a_push_is_refused(tmp_path):
-    one, _, _ = worker(tmp_path, ["train"], algorithm=NeverPushes(inner_steps=4))
+    one, _ = worker(tmp_path, ["train"], algorithm=NeverPushes(inner_steps=4))
     with pytest.raises(ConfigError, match=r"NeverPushes\.round ended without a push"):
         one.work()
 
@@ -194,11 +188,12 @@ def loads(monkeypatch):
     return counted
 
 
-def test_a_worker_loads_its_data_once(loads):
+def test_a_worker_loads_its_data_once(loads, replicas, tmp_path):
     run = Ray(processes=2).fitted(override(recipes.toy_async(), ["data.examples=512", "data.eval_examples=128"], candidates))
-    replicas = WorkerReplicas(run.resolved, (), None, 2)
-    assert len(replicas.fingerprint) > 0
-    assert len(loads) == 1
-    single = WorkerReplicas(run.resolved, (), None, 1)
-    on_two, on_one = (len(found.replica(0).tensors()["parameters"]) for found in (replicas, single))
+    for devices in (2, 1):
+        one, hub = worker(tmp_path, ["register", "finished"], run=run.resolved, devices=devices)
+        assert one.work() == 0
+        assert len(hub.registrations[1][2]) > 0
+    assert len(loads) == 2, "two workers"
+    on_two, on_one = (len(replica.tensors()["parameters"]) for replica in replicas)
     assert on_two == 2 * on_one, "each of its devices has a copy"

@@ -282,7 +282,7 @@ def test_all_workers_may_join_late():
 
 def test_a_run_without_workers_raises_instead_of_hanging():
     gone = (Outage(island=0, start_s=9.0), Outage(island=1, start_s=12.0))
-    with pytest.raises(ExchangeFailed, match=r"at 12.00 s no worker is left and none will come back, after 6 of 12 .*stop_s"):
+    with pytest.raises(ExchangeFailed, match=r"at 12.00 s no worker is left and none will return, after 6 of 12 .*stop_s"):
         run(cluster=two(outages=gone))
 
 

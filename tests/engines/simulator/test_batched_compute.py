@@ -13,7 +13,7 @@ from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.events import Arranged, Computed, Evaluated, MemoryCounted
 from atoll.core.protocols import Work
-from atoll.engines import driver
+from atoll.engines import run_driver
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
@@ -42,7 +42,7 @@ RECIPES = {
 def the_run(name, together, folder, **options):
     recipe, settings = RECIPES[name]
     run = override(recipe(), [*settings, f"train.together={together}"], candidates)
-    return driver.run(run, out=folder, **options)
+    return run_driver.run(run, out=folder, **options)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -73,7 +73,7 @@ def test_a_resumed_stacked_run_has_the_bits_of_one_that_was_not_stopped(name, tm
     checkpoints = sorted((again.folder / "checkpoints").iterdir())
     for late in (*checkpoints[1:], again.folder / "final.safetensors", again.folder / "result.json"):
         remove(late)
-    resumed = driver.resume(again.folder)
+    resumed = run_driver.resume(again.folder)
     assert (straight.folder / "final.safetensors").read_bytes() == (resumed.folder / "final.safetensors").read_bytes()
 
 
@@ -91,7 +91,7 @@ def test_a_stacked_run_without_windows_has_the_same_bits_wherever_it_was_cut(mor
         *more,
     ]
     settings += ["keep.checkpoints=50", "train.together=stacked"]
-    straight = driver.run(override(recipes.demo_async(), settings, candidates), out=tmp_path / "straight")
+    straight = run_driver.run(override(recipes.demo_async(), settings, candidates), out=tmp_path / "straight")
     final = (straight.folder / "final.safetensors").read_bytes()
     names = sorted(path.name for path in (straight.folder / "checkpoints").iterdir())
     assert len(names) > 5
@@ -104,7 +104,7 @@ def test_a_stacked_run_without_windows_has_the_same_bits_wherever_it_was_cut(mor
             again / "result.json",
         ):
             remove(late)
-        assert (driver.resume(again).folder / "final.safetensors").read_bytes() == final
+        assert (run_driver.resume(again).folder / "final.safetensors").read_bytes() == final
 
 
 def remove(path):
@@ -129,7 +129,7 @@ def test_measuring_leaves_no_trace():
     workload, made = replicas(3)
     before = made[0].params()
     together = BatchedCompute("auto", 3, workload.loss, compiled=False, on_decision=print)
-    together._measure(trainings(made))
+    together._decide(trainings(made))
     assert made[0].params().equal(before)
     assert not made[0].optimizer.state
     assert made[0].steps_taken == 0
@@ -311,7 +311,7 @@ def test_a_module_that_fails_stacked_computes_apart():
     made = [LocalReplica(Asks(workload.model, workload.batches, 13), optimizer=AdamW(lr=0.01)) for _ in range(2)]
     told = []
     together = BatchedCompute(
-        "auto", 2, made[0]._forward_backward.plain_loss, compiled=False, on_decision=lambda *news: told.append(news)
+        "auto", 2, made[0].forward_backward.workload.loss, compiled=False, on_decision=lambda *news: told.append(news)
     )
     assert [len(trained.losses) for _, trained in together(trainings(made))] == [2, 2]
     together.report()

@@ -15,7 +15,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Computed, Exchanged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, own, sharded, shared
-from atoll.engines.replicated_state import donated, pending_tokens
+from atoll.engines.state_ownership import donated, pending_tokens
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Link, Lost
@@ -61,7 +61,7 @@ def test_two_flights_at_a_time_are_rejected():
         await one
         await two
 
-    with pytest.raises(ExchangeFailed, match=r"island 0 has a flight open already\. Await it before the next"):
+    with pytest.raises(ExchangeFailed, match=r"island 0 has a background exchange already\. Await it before the next"):
         run(play)
 
 
@@ -72,7 +72,7 @@ def test_an_exchange_beside_an_open_flight_is_rejected():
         await flight
 
     with pytest.raises(
-        ExchangeFailed, match=r"comes to a total while its flight is open.*Await the flight first, or exchange with"
+        ExchangeFailed, match=r"calls total while its background exchange is open.*Await the background exchange first"
     ):
         run(play)
 
@@ -81,7 +81,9 @@ def test_a_round_that_ends_with_a_flight_open_is_rejected():
     async def play(replica, peers):
         peers.background(peers.total(1.0))
 
-    with pytest.raises(ExchangeFailed, match=r"island 0 leaves round 0 with a flight open\. Await it within the round"):
+    with pytest.raises(
+        ExchangeFailed, match=r"island 0 leaves round 0 with a background exchange open\. Await it within the round"
+    ):
         run(play)
 
 

@@ -1,1 +1,1 @@
-"""Islands that come and go: membership by torchft, weights by our own wire, and a commit that all who are there agree on."""
+"""The elastic engine: islands join, die and rejoin while the run goes on, and a quorum of them commits every round."""

@@ -1,4 +1,4 @@
-"""The accounting of a run whose islands come and go: its ledgers, its members, and the events of every commit.
+"""The accounting of a run whose islands join and leave: its ledgers, its members, and the events of every commit.
 
 Every island keeps the same accounting, since every event follows from a commit. So any island can replace the leader.
 """
@@ -12,7 +12,7 @@ from atoll.core.events import Attended, Event, IslandJoined, IslandLeft, Leased,
 from atoll.engines.accounting import Ledger, RunAccounting
 from atoll.engines.elastic.aggregation import IslandReport
 from atoll.engines.elastic.commit import Commit
-from atoll.engines.elastic.data_leases import DataUnit, Settlement
+from atoll.engines.elastic.data_leases import Settlement
 from atoll.engines.round_record import EventAggregator
 
 
@@ -42,7 +42,7 @@ class ElasticAccounting:
 
     def record_members(self, commit: Commit, number: int) -> None:
         """Record the islands that joined and left with this commit."""
-        reports = dict(zip(commit.names, commit.result.reports, strict=True))
+        reports = commit.reports
         for name in self.present:
             # An island that fetched the state has been away, though it may not have missed a commit.
             if name not in reports or reports[name].donor is not None:
@@ -61,7 +61,7 @@ class ElasticAccounting:
         donor = self.known.index(report.donor) if number and report.donor in self.known else None
         sent_bytes = report.received_bytes if donor is not None else 0
         if donor is not None:
-            self.accounting.sent([donor], [sent_bytes], [0])
+            self.accounting.sent(donor, sent_bytes, 0)
         self.emit(IslandJoined(island=self.known.index(name), round=number, donor=donor, sent_bytes=sent_bytes, **_time(commit)))
 
     def record_round(self, commit: Commit, settled: Settlement, steps: int, number: int) -> None:
@@ -73,18 +73,10 @@ class ElasticAccounting:
         self._aggregator.add_round(records, steps, agreement.now_s, numbers)
         for rank, reason in agreement.rejected.items():
             self.emit(Refused(island=numbers[rank], round=number, reason=reason, **_time(commit)))
-        self.emit(
-            Leased(
-                round=number,
-                delivered=self._numbered(settled.delivered),
-                returned=self._numbered(settled.returned),
-                dropped=self._numbered(settled.dropped),
-                **_time(commit),
-            )
-        )
-
-    def _numbered(self, units: Mapping[str, DataUnit]) -> list[list[int]]:
-        return [[self.known.index(name), *unit] for name, unit in units.items()]
+        became: dict[str, Any] = {
+            what: [[self.known.index(name), *unit] for name, unit in units.items()] for what, units in settled._asdict().items()
+        }
+        self.emit(Leased(round=number, **became, **_time(commit)))
 
     def record_attendance(self, commit: Commit, settled: Settlement, number: int, *, alive: int, digest: str) -> None:
         """The last event of a commit."""

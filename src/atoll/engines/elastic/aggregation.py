@@ -7,16 +7,16 @@ in the end compares all that it received with all other members. So a bit that i
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
-from atoll.engines.elastic.state_version import NO_VERSION, checksum, combine_checksums
+from atoll.engines.elastic.state_version import NO_VERSION, StateVersion, checksum, combine_checksums
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
 
@@ -75,33 +75,27 @@ class UpdateValidator:
             )
         return ""
 
-    def to_parts(self) -> dict[str, Any]:
+    def to_parts(self) -> dict[str, list[float]]:
         return {"norms": list(self._norms)}
 
-    def from_parts(self, parts: Mapping[str, Any]) -> None:
+    def from_parts(self, parts: dict[str, list[float]]) -> None:
         self._norms = list(parts["norms"])
 
 
 @dataclass(frozen=True)
 class IslandReport:
-    """What an island reports of itself with its vote.
-
-    Attributes:
-        donor: the island that it fetched its state from since its last commit, and `received_bytes` of it.
-        written: the number of the last version that it has written into the event log.
-    """
+    """What an island reports of itself with its vote."""
 
     has_folder: bool
     address: str
-    donor: str | None = None
-    received_bytes: int = 0
-    written: int = NO_VERSION.number
+    donor: str | None = None  # the island that it fetched its state from since its last commit
+    received_bytes: int = 0  # from the donor
+    written: int = NO_VERSION.number  # the last version that it has written into the event log
     record: RoundRecord = field(default_factory=RoundRecord)
     now_s: float = 0.0
 
     def to_text(self) -> str:
-        record = self.record.to_json()
-        return json.dumps([self.has_folder, self.address, self.donor, self.received_bytes, self.written, record, self.now_s])
+        return json.dumps([*{**vars(self), "record": self.record.to_json()}.values()])
 
     @staticmethod
     def from_text(text: str) -> IslandReport:
@@ -111,56 +105,36 @@ class IslandReport:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What this island brings to a commit.
+    """What this island brings to a commit. An opening commit, before the first round, has no delta: the islands only vote."""
 
-    Attributes:
-        report: of this island, with the record of its round so far.
-        tree: the delta; None before the first round, where islands only vote.
-        weight: 0 if the island has no work in this round.
-        compare: whether the deltas' inner products are recorded.
-        arrived_s: when this island was ready to exchange.
-    """
-
-    report: IslandReport
-    tree: Tree | None = None
-    weight: float = 0.0
-    compare: bool = False
-    arrived_s: float = 0.0
+    version: StateVersion  # of the state that the island holds
+    digest: int
+    report: IslandReport  # with the record of its round so far
+    tree: Tree | None = None  # the delta
+    weight: float = 0.0  # 0 if the island has no work in this round
+    compare: bool = False  # whether the deltas' inner products are recorded
+    arrived_s: float = 0.0  # when this island was ready to exchange
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """The participants of one commit attempt, in rank order: their names, and the states that they announced, as numbers. The
-    wasted bytes were sent in failed attempts of this commit."""
+class Exchange(NamedTuple):
+    """The participants of one commit attempt, in rank order: their names, and the states that they announced, as numbers."""
 
     collectives: GroupCollectives
     names: tuple[str, ...]
     states: Sequence[Sequence[float]]
-    wasted_bytes: int
-    wasted_control_bytes: int
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a quorum agreed on; deltas and reports in rank order.
-
-    Attributes:
-        rejected: the reasons, by rank.
-        weight: of all accepted deltas.
-        now_s: of the clock that is furthest ahead: a joiner does not know how long its start took.
-    """
+    """What a quorum agreed on; deltas and reports in rank order."""
 
     value: Tree
     deltas: Sequence[DeltaSummary]
-    rejected: dict[int, str]
-    weight: float
+    rejected: dict[int, str]  # the reasons, by rank
+    weight: float  # of all accepted deltas
     reports: Sequence[IslandReport]
-    now_s: float
+    now_s: float  # of the clock that is furthest ahead: a joiner does not know how long its start took
     rank: int
-
-    def delivered(self, names: Sequence[str]) -> list[str]:
-        """The islands whose deltas are in the mean."""
-        return [name for rank, name in enumerate(names) if self.deltas[rank].weight and rank not in self.rejected]
 
 
 class ValidatedMean:
@@ -174,8 +148,7 @@ class ValidatedMean:
     def __call__(self, exchange: Exchange, proposal: Proposal) -> Agreement:
         """Raises Disagreement if members came to different results."""
         if proposal.tree is None:
-            nothing = Tree.of({"nothing": torch.zeros(0)})
-            return self._vote(exchange, proposal.report, nothing, [], {}, 0.0)
+            return self._vote(exchange, proposal.report, Tree.of({"nothing": torch.zeros(0)}), [], {}, 0.0)
         collectives, tree = exchange.collectives, proposal.tree
         rows = self._announce(collectives, tree, proposal.weight)
         deltas = [*map(_summary, rows)]
@@ -189,18 +162,17 @@ class ValidatedMean:
             sums = [row[3 + collectives.rank] for row in rows]
             record.similarities = self._average(exchange, mean, weights, sums, compare=proposal.compare)
         times_s = proposal.arrived_s, self._clock.now_s()
-        sent = collectives.sent_bytes + exchange.wasted_bytes
-        control = collectives.control_bytes + exchange.wasted_control_bytes + self._vote_bytes
+        sent, control = collectives.sent_bytes, collectives.control_bytes + self._vote_bytes
         record.exchanges = [ExchangeRecord("mean", *times_s, sent, control, total, False, tuple(rejected), total == 0)]
         return self._vote(exchange, replace(proposal.report, record=record), mean, rows, rejected, total)
 
     def _announce(self, collectives: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
         """All members' summaries, and the checksums of the slices that each sends, by receiving rank."""
-        finite = tree.is_finite() if weight else True
-        norm = tree.norm() if weight and finite else 0.0
-        return collectives.all_gather_numbers(
-            weight, finite, norm, *(_slice_sums(tree, collectives.size) if weight else [0] * collectives.size)
-        )
+        if not weight:
+            return collectives.all_gather_numbers(0.0, True, 0.0, *[0] * collectives.size)
+        finite = tree.is_finite()
+        norm = tree.norm() if finite else 0.0
+        return collectives.all_gather_numbers(weight, finite, norm, *_slice_sums(tree, collectives.size))
 
     def _average(
         self, exchange: Exchange, mean: Tree, weights: Sequence[float], sums: Sequence[float], *, compare: bool
@@ -215,10 +187,8 @@ class ValidatedMean:
         collectives.reduce_scatter(
             mean.flat, weights, inner_products=products, on_received=add_to_checksum, divide_by=float(sum(weights))
         )
-        damaged = [
-            name for rank, name in enumerate(names) if weights[rank] and rank != collectives.rank and received[rank] != sums[rank]
-        ]
-        if damaged:
+        others = [rank for rank, weight in enumerate(weights) if weight and rank != collectives.rank]
+        if damaged := [names[rank] for rank in others if received[rank] != sums[rank]]:
             raise Disagreement(f"the delta of {', '.join(damaged)} does not match its checksum: it was damaged on the way", damaged)
         collectives.all_gather(mean.flat)
         return [DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights))] if products is not None else []

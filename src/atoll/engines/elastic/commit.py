@@ -12,16 +12,22 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 from atoll.core.errors import ExchangeFailed
-from atoll.engines.elastic.aggregation import Agreement, Disagreement, Exchange, Proposal, ValidatedMean
-from atoll.engines.elastic.membership import Member, MembershipLost, Quorum, QuorumMonitor, choose_eviction, find_duplicate
+from atoll.engines.elastic.aggregation import Agreement, Disagreement, Exchange, IslandReport, Proposal, ValidatedMean
+from atoll.engines.elastic.membership import (
+    Member,
+    Membership,
+    MembershipLost,
+    Quorum,
+    QuorumMonitor,
+    choose_eviction,
+    find_duplicate,
+)
 from atoll.engines.elastic.snapshot_server import IslandStatus, query_islands
 from atoll.engines.elastic.state_version import VERSION_LIMIT, HeldState, StateVersion, attempt_epoch, select_state
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.transport import Group
 
 _QUERY_S, _CONNECT_S, _SILENT_S, _LONGEST_S = 1.0, 2.0, 6.0, 60.0
 """Limits for a status query, for connecting, and for an answer during an exchange. Each doubles with every failed attempt, since a
@@ -52,28 +58,23 @@ class MemberMissing(Exception):
 
 @dataclass(frozen=True)
 class Commit:
-    """A committed proposal.
+    """A committed proposal."""
 
-    Attributes:
-        names: of the participants, in rank order.
-        diverged: participants whose bits differ. Each must fetch the others' state afterwards.
-    """
-
-    names: tuple[str, ...]
-    diverged: tuple[str, ...]
+    names: tuple[str, ...]  # of the participants, in rank order
+    diverged: tuple[str, ...]  # participants whose bits differ. Each must fetch the others' state afterwards
     epoch: int
     attempts: int
     result: Agreement
 
+    @property
+    def reports(self) -> dict[str, IslandReport]:
+        return dict(zip(self.names, self.result.reports, strict=True))
 
-class QuorumSource(Protocol):
-    """Forms quorums and connects them, as a Membership does."""
-
-    def form_quorum(self, version: StateVersion, failures: int) -> Quorum: ...
-
-    def connect(self, quorum: Quorum, limit_s: float) -> Group: ...
-
-    def abort(self) -> None: ...
+    @property
+    def delivered(self) -> list[str]:
+        """The islands whose deltas are in the mean."""
+        ranks = [rank for rank, one in enumerate(self.result.deltas) if one.weight and rank not in self.result.rejected]
+        return [self.names[rank] for rank in ranks]
 
 
 class CommitProtocol:
@@ -81,44 +82,42 @@ class CommitProtocol:
 
     def __init__(
         self,
-        membership: QuorumSource,
+        membership: Membership,
         mean: ValidatedMean,
         status: IslandStatus,
         timeout: ExchangeTimeout,
         log: Callable[[str], object],
-        *,
-        patience_s: float = 600.0,
+        patience_s: float,
     ) -> None:
         self._membership, self._mean, self._status, self._timeout = membership, mean, status, timeout
         self._log, self._patience_s = log, patience_s
         self.peers: Mapping[str, str] = {}
         """The participants of the last commit besides this island, and their addresses."""
-        self._wasted_bytes = self._wasted_control_bytes = self._failures = 0
-        """Of the failed attempts of this commit."""
+        self._wasted_bytes, self._failures = (0, 0), 0
+        """The payload and control bytes of the failed attempts of this commit, and their number."""
         self._last_epoch = 0
         """Of the attempts that this island took part in."""
         self._last_members: tuple[Member, ...] = ()
         self._failures_in_a_row = 0
         """The members of the last quorum, and how often they have failed."""
 
-    def commit(self, version: StateVersion, digest: int, proposal: Proposal, *, opening: bool = False) -> Commit:
+    def commit(self, proposal: Proposal) -> Commit:
         """Commit a proposal with all live islands that hold the same state.
 
-        After a commit `status.exchanging` stays set until the caller has published the new state. An `opening` commit precedes the
-        first round; islands in a round go on without this one.
+        After a commit `status.exchanging` stays set until the caller has published the new state. Islands that are in a round go on
+        without an island that proposes an opening commit.
 
         Raises:
             StaleState: the quorum goes on without this island.
             UnconfirmedState: no member knows whether this is the newest state.
             MembershipLost: this island cannot take part any more.
         """
-        self._failures = self._failures_in_a_row = self._wasted_bytes = self._wasted_control_bytes = 0
+        self._wasted_bytes, self._failures, self._failures_in_a_row = (0, 0), 0, 0
         began_s = logged_s = time.monotonic()
         retry_s = _RETRY_S
-        held = _OwnState(version, digest, opening)
         while True:
             try:
-                return self._attempt(held, proposal, began_s)
+                return self._attempt(proposal, began_s)
             except MembershipLost:
                 raise
             except MemberMissing as missing:
@@ -129,7 +128,8 @@ class CommitProtocol:
                 # Outside of the except block: the exception's traceback refers to the connections that are to be closed.
                 self._membership.abort()
                 self._failures, self._failures_in_a_row = self._failures + 1, self._failures_in_a_row + 1
-                self._log(f"attempt {self._failures} of round {version.round} has failed, and the survivors try again: {why}")
+                number = proposal.version.round
+                self._log(f"attempt {self._failures} of round {number} has failed, and the survivors try again: {why}")
                 self._timeout.restart()
                 continue
             if time.monotonic() - logged_s > _LOG_S:
@@ -138,22 +138,22 @@ class CommitProtocol:
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
 
-    def _attempt(self, held: _OwnState, proposal: Proposal, began_s: float) -> Commit:
-        quorum = self._membership.form_quorum(held.version, self._failures)
+    def _attempt(self, proposal: Proposal, began_s: float) -> Commit:
+        quorum = self._membership.form_quorum(proposal.version, self._failures)
         _check_names(quorum)
-        self._check_missing_peers(held.version, quorum.names, began_s)
+        self._check_missing_peers(proposal.version, quorum.names, began_s)
         limit_s = _CONNECT_S if quorum.connected else self._check_members(quorum)
         group = self._membership.connect(quorum, limit_s)
         collectives = GroupCollectives(group, timeout_s=self._timeout.start(), names=quorum.names)
+        collectives.sent_bytes, collectives.control_bytes = self._wasted_bytes
         self._status.exchanging = True
         monitor = QuorumMonitor(quorum.others, group, self._scaled(_SILENT_S))
         try:
             with monitor:
-                commit = self._exchange(collectives, monitor, quorum, held, proposal)
+                commit = self._exchange(collectives, monitor, quorum, proposal)
         except BaseException as error:
             self._status.exchanging = False
-            self._wasted_bytes += collectives.sent_bytes
-            self._wasted_control_bytes += collectives.control_bytes
+            self._wasted_bytes = collectives.sent_bytes, collectives.control_bytes
             suspects = {*(error.suspects if isinstance(error, Disagreement) else ())}
             self._status.suspects |= suspects | ({monitor.failed} if monitor.failed else set())
             if monitor.failed and isinstance(error, ExchangeFailed):
@@ -164,15 +164,12 @@ class CommitProtocol:
         self._status.confirmed = True
         return commit
 
-    def _exchange(
-        self, collectives: GroupCollectives, monitor: QuorumMonitor, quorum: Quorum, held: _OwnState, proposal: Proposal
-    ) -> Commit:
+    def _exchange(self, collectives: GroupCollectives, monitor: QuorumMonitor, quorum: Quorum, proposal: Proposal) -> Commit:
         """Compare the members' states, and exchange the proposal among those that hold the valid one."""
-        version = held.version
+        version, in_round = proposal.version, proposal.tree is not None
         self._last_epoch = max(self._last_epoch, version.epoch)
         confirmed, has_folder = self._status.confirmed, quorum.own.has_folder
-        state = *version, not held.opening, self._last_epoch + 1, held.digest, confirmed, has_folder
-        rows = collectives.all_gather_numbers(*state)
+        rows = collectives.all_gather_numbers(*version, in_round, self._last_epoch + 1, proposal.digest, confirmed, has_folder)
         damaged = [name for name, row in zip(quorum.names, rows, strict=True) if not _is_possible(row)]
         if damaged:
             raise Disagreement(f"the state that {', '.join(damaged)} announced is impossible: it was damaged on the way", damaged)
@@ -192,7 +189,7 @@ class CommitProtocol:
         names = tuple(name for rank, name in enumerate(quorum.names) if rank not in stale)
         epoch = self._last_epoch = attempt_epoch(names, first)
         announced = [row for rank, row in enumerate(rows) if rank not in stale]
-        result = self._mean(Exchange(collectives, names, announced, self._wasted_bytes, self._wasted_control_bytes), proposal)
+        result = self._mean(Exchange(collectives, names, announced), proposal)
         return Commit(names, tuple(quorum.names[rank] for rank in diverged), epoch, self._failures + 1, result)
 
     # -------------------------------------------------------------------------------------------------------------- membership
@@ -202,10 +199,9 @@ class CommitProtocol:
         and both would go on alone. If a peer is ahead, this island needs its state."""
         missing = {name: address for name, address in self.peers.items() if name not in present}
         for name, status in query_islands(missing, self._scaled(_QUERY_S)).items():
-            if status["version"] > version.number:
-                theirs = StateVersion.of(status["version"])
-                raise StaleState(theirs, f"{name} holds {theirs}, and this island {version}")
-            if status["version"] == version.number and time.monotonic() - began_s < self._patience_s:
+            if status.version > version:
+                raise StaleState(status.version, f"{name} holds {status.version}, and this island {version}")
+            if status.version == version and time.monotonic() - began_s < self._patience_s:
                 raise MemberMissing(f"{name} is alive and not in this round's quorum yet. The quorum waits for it.")
 
     def _check_members(self, quorum: Quorum) -> float:
@@ -220,7 +216,7 @@ class CommitProtocol:
         self._status.suspects |= set(silent)
         if self._failures_in_a_row >= _EVICT_AFTER:
             self._failures_in_a_row = 0
-            theirs = {name: status.get("suspects", ()) for name, status in answers.items()}
+            theirs = {name: status.suspects for name, status in answers.items()}
             self._evict(quorum, {quorum.own.name: self._status.suspects, **theirs})
         if silent:
             raise ExchangeFailed(f"{', '.join(silent)} joined this quorum and does not answer any more")
@@ -244,12 +240,6 @@ class CommitProtocol:
 
     def _scaled(self, seconds: float) -> float:
         return min(seconds * 2.0**self._failures, _LONGEST_S)
-
-
-class _OwnState(NamedTuple):
-    version: StateVersion
-    digest: int
-    opening: bool
 
 
 def _check_names(quorum: Quorum) -> None:

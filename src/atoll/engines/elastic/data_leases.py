@@ -39,12 +39,7 @@ class Settlement(NamedTuple):
 
 
 class DataLeases:
-    """The account of all data.
-
-    Args:
-        shards: of the data.
-        batches: of a unit.
-        units: to be delivered or dropped in the whole run.
+    """The account of all data. `units` are to be delivered or dropped in the whole run, each of so many batches.
 
     >>> leases = DataLeases(shards=2, batches=10, units=4)
     >>> leases.lease(["a", "b"])

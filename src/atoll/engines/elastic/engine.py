@@ -14,52 +14,28 @@ from typing import Any
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Event
 from atoll.core.flat_tree import Tree
+from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Algorithm, Batches, Work
-from atoll.core.pytree import recycle
 from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.elastic.accounting import ElasticAccounting
-from atoll.engines.elastic.aggregation import IslandReport, UpdateValidator, ValidatedMean
-from atoll.engines.elastic.commit import DIVERGED, Commit, CommitProtocol, QuorumSource, StaleState, UnconfirmedState
-from atoll.engines.elastic.data_leases import DataLeases, DataUnit, Settlement
+from atoll.engines.elastic.aggregation import IslandReport, Proposal, UpdateValidator, ValidatedMean
+from atoll.engines.elastic.commit import DIVERGED, Commit, CommitProtocol, StaleState, UnconfirmedState
+from atoll.engines.elastic.data_leases import DataLeases, DataUnit
+from atoll.engines.elastic.membership import Membership
 from atoll.engines.elastic.peers import ElasticPeers, ObserverReplica
 from atoll.engines.elastic.snapshot_server import IslandStatus
-from atoll.engines.elastic.state_version import NO_VERSION, StateVersion, refuse_unreplicated, state_digest
+from atoll.engines.elastic.spec import Elastic
+from atoll.engines.elastic.state_version import StateVersion, refuse_unreplicated, state_digest
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.communication_thread import CommunicationThread
-from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.replicated_state import shared_fields, trees_to_device, with_shared
+from atoll.engines.processes.timed_replica import ProcessReplica
 from atoll.engines.round_record import RoundRecord, WallClock
+from atoll.engines.state_ownership import shared_fields, trees_to_device, with_shared
 from atoll.replica.local_replica import LocalReplica
+from atoll.runs.run import Run
 
 _EPOCH_GAP = 1 << 20
 """A commit without failures takes at most 256 epochs, so 4,096 commits after a checkpoint take no more than this."""
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """How an island trains.
-
-    Attributes:
-        islands: that the run is planned for. With the inner steps of each they define the work, however many islands do it.
-        refused_above: a delta is rejected if its norm exceeds so many times what is usual.
-        patience_s: how long the quorum waits for a peer that is alive and does not come.
-        pause_s: how long this island sleeps for each batch besides computing it.
-    """
-
-    islands: int
-    steps: int
-    refused_above: float
-    patience_s: float = 600.0
-    pause_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class RoundInputs:
-    """What the island process knows before a round: how many islands the registry counts as alive, and the last version that this
-    island has written into the event log."""
-
-    alive: int = 1
-    written: StateVersion = NO_VERSION
 
 
 @dataclass(frozen=True)
@@ -75,7 +51,7 @@ class CommittedRound:
     @property
     def leader(self) -> str | None:
         """The island that writes this commit into the run's log: the first that has the run's folder, and has not diverged."""
-        reports = zip(self.commit.names, self.commit.result.reports, strict=True)
+        reports = self.commit.reports.items()
         return next((name for name, one in reports if one.has_folder and name not in self.commit.diverged), None)
 
     @property
@@ -83,56 +59,44 @@ class CommittedRound:
         """How far the run's log goes, as its participants reported."""
         return max(StateVersion.of(one.written) for one in self.commit.result.reports)
 
-    def includes_work_of(self, name: str) -> bool:
-        return name in self.commit.result.delivered(self.commit.names)
-
-
-@dataclass(frozen=True)
-class BehindQuorum:
-    """The quorum goes on without this island, which must fetch `version` or a newer one first."""
-
-    version: StateVersion
-    reason: str
-
-
-@dataclass(frozen=True)
-class StateUnconfirmed:
-    """No member of the quorum knows whether the state that all hold is the newest."""
-
 
 class ElasticEngine:
     """One island's engine.
 
     Args:
+        algorithm: the run's, or one that injects faults into it.
         status: of this island. The engine keeps `exchanging`, `confirmed` and `suspects` up to date.
         params: the initial weights, the same on every island.
         make_replica: makes this island's replica, with a fresh optimizer.
+        pause_s: how long this island sleeps for each batch besides computing it.
     """
 
     def __init__(
         self,
         algorithm: Algorithm[Any],
-        membership: QuorumSource,
+        membership: Membership,
         status: IslandStatus,
         params: Tree,
         batches: Batches,
         make_replica: Callable[[], LocalReplica],
-        plan: TrainingPlan,
+        run: Run,
+        spec: Elastic,
+        pause_s: float,
         log: Callable[[str], object],
     ) -> None:
-        self.name, self.algorithm, self._status, self._plan = status.name, algorithm, status, plan
-        self._batches, self._make_replica = batches, make_replica
+        self.name, self.algorithm, self._status = status.name, algorithm, status
+        self._batches, self._make_replica, self._pause_s = batches, make_replica, pause_s
         self.clock = WallClock()
         self.version = StateVersion(0, 0)
         self._accounting = ElasticAccounting()
         self.accounting = self._accounting.accounting
-        self._validator = UpdateValidator(plan.refused_above)
-        self._protocol = CommitProtocol(
-            membership, ValidatedMean(self._validator, self.clock), status, ExchangeTimeout(None), log, patience_s=plan.patience_s
-        )
+        self._validator = UpdateValidator(spec.max_delta_ratio)
+        mean = ValidatedMean(self._validator, self.clock)
+        self._protocol = CommitProtocol(membership, mean, status, ExchangeTimeout(None), log, spec.quorum_timeout_s)
         self._batches_per_round = algorithm.steps_per_round * getattr(algorithm, "accumulation", 1)
-        rounds = -(-plan.steps // algorithm.steps_per_round)
-        self.leases = DataLeases(shards=batches.num_shards, batches=self._batches_per_round, units=rounds * plan.islands)
+        self._planned_islands = run.effective_cluster.islands
+        units = -(-run.train.steps // algorithm.steps_per_round) * self._planned_islands  # however many islands deliver them
+        self.leases = DataLeases(shards=batches.num_shards, batches=self._batches_per_round, units=units)
         self.replica = make_replica()
         self._thread = CommunicationThread(self.replica.device)
         self.peers = ElasticPeers(self._protocol, self._thread, self.clock)
@@ -152,7 +116,7 @@ class ElasticEngine:
     @property
     def steps_taken(self) -> int:
         """Position on the schedule, as if the planned islands had shared the work evenly."""
-        return self.leases.settled * self.algorithm.steps_per_round // self._plan.islands
+        return self.leases.settled * self.algorithm.steps_per_round // self._planned_islands
 
     @property
     def params(self) -> Tree:
@@ -186,21 +150,20 @@ class ElasticEngine:
 
     # ---------------------------------------------------------------------------------------------------------------- a round
 
-    def round(self, inputs: RoundInputs) -> CommittedRound | BehindQuorum | StateUnconfirmed:
-        """Train and commit one round, or open the run with the islands that are present."""
+    def round(self, alive: int, written: StateVersion) -> CommittedRound | StaleState | UnconfirmedState:
+        """Train and commit one round, or open the run with the islands that are present. The caller knows how many islands are
+        alive, and the last version that this island has written into the event log."""
         try:
-            return self._train(inputs) if self.leases.active else self._open(inputs)
-        except StaleState as stale:
-            return BehindQuorum(stale.version, str(stale))
-        except UnconfirmedState:
-            return StateUnconfirmed()
+            return self._train(alive, written) if self.leases.active else self._open(written)
+        except (StaleState, UnconfirmedState) as error:
+            return error.with_traceback(None)  # which refers to connections that are to be closed
 
     def reclaim(self, committed: CommittedRound) -> None:
         """Reuse the buffers of the state before this commit: nothing reads them any more."""
         recycle(committed.superseded, [self.state])
 
-    def _open(self, inputs: RoundInputs) -> CommittedRound:
-        commit = self.peers.open(self._begin_round(None, inputs))
+    def _open(self, written: StateVersion) -> CommittedRound:
+        commit = self.peers.open(self._begin_round(None, written))
         self.version = StateVersion(self.version.round, commit.epoch)
         self.clock.set(commit.result.now_s)
         self._accounting.begin(commit.result.now_s)
@@ -209,37 +172,35 @@ class ElasticEngine:
         self._digest = self._compute_digest()
         return CommittedRound(commit, self._accounting.drain(), opening=True)
 
-    def _train(self, inputs: RoundInputs) -> CommittedRound | BehindQuorum:
+    def _train(self, alive: int, written: StateVersion) -> CommittedRound | StaleState:
         before, unit = self.state, None if self._observes else self.leases.active.get(self.name)
-        report = self._begin_round(unit, inputs)
-        after = self._thread.run(self.algorithm.round(before, self._round_replica(unit, report.record), self.peers))
+        record = self._begin_round(unit, written).report.record
+        after = self._thread.run(self.algorithm.round(before, self._round_replica(unit, record), self.peers))
         commit = self.peers.commit
         if commit is None:
             raise ConfigError(f"{type(self.algorithm).__name__} ended a round without a mean, and so without a commit.")
         if self.name in commit.diverged:  # its delta counts, but its new state does not
             self._status.exchanging = False
-            return BehindQuorum(StateVersion(self.version.round + 1, commit.epoch), DIVERGED)
-        settled = self._advance(after, commit, inputs.alive)
-        self._check_progress(settled)
+            return StaleState(StateVersion(self.version.round + 1, commit.epoch), DIVERGED)
+        self._advance(after, commit, alive)
+        self._check_progress(commit)
         return CommittedRound(commit, self._accounting.drain(), [before, commit.result.value])
 
-    def _begin_round(self, unit: DataUnit | None, inputs: RoundInputs) -> IslandReport:
-        status, written = self._status, inputs.written.number
-        report = IslandReport(status.has_folder, status.address, self._donor, self._received_bytes, written, RoundRecord())
+    def _begin_round(self, unit: DataUnit | None, written: StateVersion) -> Proposal:
+        status = self._status
+        report = IslandReport(status.has_folder, status.address, self._donor, self._received_bytes, written.number)
+        proposal = Proposal(self.version, self._digest, report)
         shard, start, _ = unit or DataUnit(0, 0, self._batches_per_round)
-        work = Work(shard, start, self.steps_taken, self._batches.examples(shard))
-        self.peers.begin((self.version, self._digest), unit, work, report)
-        return report
+        self.peers.begin(proposal, unit, Work(shard, start, self.steps_taken, self._batches.examples(shard)))
+        return proposal
 
     def _round_replica(self, unit: DataUnit | None, record: RoundRecord) -> Any:
         if unit is None:
             return ObserverReplica(self.params)
         on_computed = record.computed.append
-        return ProcessReplica(
-            self.replica, clock=self.clock, on_computed=on_computed, pause_s=self._plan.pause_s, allow_nonfinite=True
-        )
+        return ProcessReplica(self.replica, clock=self.clock, on_computed=on_computed, pause_s=self._pause_s, allow_nonfinite=True)
 
-    def _advance(self, after: Any, commit: Commit, alive: int) -> Settlement:
+    def _advance(self, after: Any, commit: Commit, alive: int) -> None:
         """Move all of the replicated state to this commit."""
         agreement, number = commit.result, self.version.round + 1
         self.state = after
@@ -247,7 +208,7 @@ class ElasticEngine:
         self._validator.record(agreement.deltas, agreement.rejected)
         self._record_members(commit)
         rejected = [commit.names[rank] for rank in agreement.rejected]
-        settled = self.leases.settle(agreement.delivered(commit.names), rejected)
+        settled = self.leases.settle(commit.delivered, rejected)
         self._accounting.record_round(commit, settled, self.steps_taken, number)
         self.leases.lease(commit.names)
         self.leases.check()
@@ -255,17 +216,16 @@ class ElasticEngine:
         self._accounting.record_attendance(commit, settled, number, alive=alive, digest=self.digest)
         if self.name in rejected:
             self.replica = self._make_replica()  # its optimizer moments are as unusable as its delta
-        return settled
 
     def _record_members(self, commit: Commit) -> None:
         """The participants are present, and this island is one of them."""
         self._accounting.record_members(commit, self.version.round)
-        self.expect_peers({name: one.address for name, one in zip(commit.names, commit.result.reports, strict=True)})
+        self.expect_peers({name: one.address for name, one in commit.reports.items()})
         self._observes = False
         self._donor, self._received_bytes = None, 0
 
-    def _check_progress(self, settled: Settlement) -> None:
-        self._rounds_without_delta = 0 if settled.delivered else self._rounds_without_delta + 1
+    def _check_progress(self, commit: Commit) -> None:
+        self._rounds_without_delta = 0 if commit.delivered else self._rounds_without_delta + 1
         if self._rounds_without_delta == MAX_SKIPPED:
             raise TrainingDiverged(f"{MAX_SKIPPED} rounds in a row had no valid delta. Lower the learning rate.")
         if not self.params.is_finite():

@@ -8,19 +8,17 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm
 from atoll.core.serialization import pack
-from atoll.engines.driver import digest_without_islands
-from atoll.engines.elastic.commit import QuorumSource
-from atoll.engines.elastic.engine import BehindQuorum, CommittedRound, ElasticEngine, RoundInputs, StateUnconfirmed, TrainingPlan
+from atoll.engines.elastic.commit import StaleState
+from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.leader_log import CommitLog, CommitRecord, LeaderLog, RunAlreadyFinished
 from atoll.engines.elastic.membership import Membership, log_while_waiting
 from atoll.engines.elastic.recovery import Recovery
@@ -28,31 +26,25 @@ from atoll.engines.elastic.rendezvous import Registry
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, query_islands
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
+from atoll.engines.run_driver import Driver, RunTask, digest_without_islands
 from atoll.engines.training_setup import loss_of, replica_of
-from atoll.engines.warm_start import Cache, WarmStart, get_warm_start, load_data
+from atoll.engines.warm_start_training import Cache, WarmStart, get_warm_start, load_data
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import device_of, dtype_of
 from atoll.runs.validation import check_devices_share_batch
 from atoll.runs.workloads import data_fingerprint, partitioned_by_weights, sharded_workload, single_shard_workload
-from atoll.telemetry.sinks import NullSink
+from atoll.telemetry.sinks import Fanout
 
 _POLL_S, _QUERY_S = 0.2, 1.0
 _SILENT_S = 6.0
 """A leader that has not answered for so long after the last commit has died, and a registry that has not is gone with the run."""
 
 
-class Interposer(Protocol):
-    """Replaces parts of an island before it uses them. Fault injection enters here."""
-
-    def algorithm(self, algorithm: Algorithm[Any]) -> Algorithm[Any]: ...
-
-    def membership(self, membership: QuorumSource) -> QuorumSource: ...
-
-
-Interpose = Callable[[IslandStatus, Callable[[str], object]], Interposer]
-"""Makes an island's interposer, from its status and its log."""
+Log = Callable[[str], object]
+Interpose = Callable[[Algorithm[Any], Membership, IslandStatus, Log], tuple[Algorithm[Any], Membership]]
+"""Replaces the algorithm and the membership of an island, whose status and log it gets. Fault injection enters here."""
 
 
 class IslandProcess:
@@ -71,7 +63,7 @@ class IslandProcess:
         host: str,
         name: str,
         folder: Path | None,
-        log: Callable[[str], object],
+        log: Log,
         interpose: Interpose | None = None,
         devices: int | None = None,
     ) -> None:
@@ -82,14 +74,13 @@ class IslandProcess:
         self.status = IslandStatus(name, folder is not None)
         self._server = SnapshotServer(host, self.status.to_json)
         self.status.address = self._server.address
-        self._registry = Registry(address, name, self.status.to_json)
+        self._registry = Registry(address, self.status)
         limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
         self._membership = Membership(self.status, host, join_info.lighthouse, limit_s, log)
         self._commit_log = CommitLog()
-        self._interposer = interpose(self.status, log) if interpose is not None else None
-        self._set_up(limit_s)
+        self._set_up(limit_s, interpose)
 
-    def _set_up(self, limit_s: float) -> None:
+    def _set_up(self, limit_s: float, interpose: Interpose | None) -> None:
         """Load the data, and build the engine, the leader log and the recovery."""
         run, folder, cache = self._run, self._folder, Cache()
         data = load_data(run, cache)
@@ -100,7 +91,7 @@ class IslandProcess:
                 f"which are in the run's folder. Use data.partition=random, or start all islands on the machine with the folder."
             )
         if folder is not None:
-            warm = get_warm_start(run, plain, file=folder.warm_start, cache=None, sink=NullSink())
+            warm = get_warm_start(run, plain, file=folder.warm_start, cache=None, sink=Fanout([]))
         else:  # a joiner fetches the weights
             warm = WarmStart(initial_weights(plain, device_of(run), dtype_of(run)), 0, math.nan)
         workload = sharded_workload(run, data, warm.params)
@@ -109,15 +100,15 @@ class IslandProcess:
         (device, *more_devices), loss = self._claim_devices(number), loss_of(run, workload)
         self._leader_log: LeaderLog | None = None
         if folder is not None:
-            evaluator = Evaluator(workload, device, dtype_of(run))
-            self._leader_log = LeaderLog(run, folder, plain, warm, evaluator, origin, cache, self._commit_log, self._log)
+            driver = Driver(RunTask(run=run, spec=self._spec, folder=folder, log=self._log, cache=cache))
+            self._leader_log = LeaderLog(driver, warm, Evaluator(workload, device, dtype_of(run)), origin, self._commit_log)
         self._origin = {**origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
-        sources = self._registry, self._membership, folder, self._leader_log, self._commit_log
+        sources = self._registry, self._membership, self._leader_log, self._commit_log
         self._recovery = Recovery(self._name, *sources, self._origin, self._log, limit_s)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
-        membership: QuorumSource = self._membership
-        if self._interposer is not None:
-            algorithm, membership = self._interposer.algorithm(algorithm), self._interposer.membership(membership)
+        membership = self._membership
+        if interpose is not None:
+            algorithm, membership = interpose(algorithm, membership, self.status, self._log)
         pause_s = (self._spec.step_delay or 0.0) * run.effective_cluster.step_time(number % run.effective_cluster.islands, run.seed)
         self._engine = ElasticEngine(
             algorithm,
@@ -126,9 +117,9 @@ class IslandProcess:
             warm.params.to(device),
             workload.batches,
             lambda: replica_of(run, workload, loss, number, device, more_devices),
-            TrainingPlan(
-                run.effective_cluster.islands, run.train.steps, self._spec.max_delta_ratio, self._spec.quorum_timeout_s, pause_s
-            ),
+            run,
+            self._spec,
+            pause_s,
             self._log,
         )
 
@@ -137,9 +128,9 @@ class IslandProcess:
         if device != "cuda":
             return [device] * self._device_count
         gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-        self._gpus = GpuClaims(gpus, number, self._device_count)  # as long as this process lives
-        torch.cuda.set_device(self._gpus.indices[0])
-        return [f"cuda:{index}" for index in self._gpus.indices]
+        indices, self._gpu_claims = claim_gpus(gpus, number, self._device_count)  # as long as this process lives
+        torch.cuda.set_device(indices[0])
+        return [f"cuda:{index}" for index in indices]
 
     # --------------------------------------------------------------------------------------------------------------- the run
 
@@ -163,25 +154,22 @@ class IslandProcess:
         self._log(f"{self._name} begins with {source}")
         self._publish()
         self._membership.join()
-        self.status.phase = IslandPhase.READY  # not before its heartbeats: the quorum waits for an island that is ready
+        self.status.phase = IslandPhase.JOINED  # not before its heartbeats: the quorum waits for an island that has joined
         self._registry.refresh()
         if not self._engine.leases.active and not self._engine.over:
             self._wait_for_planned_islands()
 
     def _train(self) -> None:
-        self.status.phase = IslandPhase.TRAINING
         while not self._engine.over:
             written = self._leader_log.written if self._leader_log is not None else NO_VERSION
-            self._act_on(self._engine.round(RoundInputs(len(self._registry.alive()), written)))
-
-    def _act_on(self, outcome: CommittedRound | BehindQuorum | StateUnconfirmed) -> None:
-        if isinstance(outcome, CommittedRound):
-            self._record(outcome)
-        elif isinstance(outcome, BehindQuorum):
-            self._catch_up(outcome)
-        else:
-            self._recovery.confirm(self._engine)
-            self._publish()
+            outcome = self._engine.round(len(self._registry.alive()), written)
+            if isinstance(outcome, CommittedRound):
+                self._record(outcome)
+            elif isinstance(outcome, StaleState):
+                self._catch_up(outcome)
+            else:
+                self._recovery.confirm(self._engine)
+                self._publish()
 
     def _record(self, committed: CommittedRound) -> None:
         """Publish a commit to joiners, log it, and write it if this island leads."""
@@ -189,7 +177,7 @@ class IslandProcess:
         self._commit_log.append(CommitRecord(engine.version, committed.opening, committed.events), committed.written)
         self._publish()
         if not committed.opening:  # every island logs its own digest, so that the leader's need not be trusted
-            work = "with" if committed.includes_work_of(self._name) else "without"
+            work = "with" if self._name in committed.commit.delivered else "without"
             round_, epoch = engine.version
             self._log(f"committed round {round_} of epoch {epoch} as {engine.digest}, {work} work of its own")
         if self._leader_log is not None:
@@ -205,17 +193,14 @@ class IslandProcess:
         self.status.version = self._engine.version
         self.status.exchanging = False
 
-    def _catch_up(self, behind: BehindQuorum) -> None:
+    def _catch_up(self, behind: StaleState) -> None:
         """Fetch the quorum's state while the quorum trains on. If a commit overtook the last fetched state, the island stays a
         member, so that the next commit waits for it; unless a fetch fails."""
-        self._log(f"{self._name} is behind: {behind.reason}")
+        self._log(f"{self._name} is behind: {behind}")
         if self.status.confirmed:
             self._membership.leave()
-        self.status.phase = IslandPhase.RECOVERING
-        with log_while_waiting(self._log, "waiting for the state that the quorum holds"):
-            self._recovery.catch_up(self._engine, behind.version)
+        self._recovery.catch_up(self._engine, behind.version)
         self._publish()
-        self.status.phase = IslandPhase.TRAINING
         self._membership.join()
 
     # ---------------------------------------------------------------------------------------------------------- the beginning
@@ -226,70 +211,60 @@ class IslandProcess:
         with log_while_waiting(self._log, f"waiting for {planned} islands to begin together"):
             while time.monotonic() < deadline_s:
                 ready = self._ready_islands(planned)
-                ahead = any(entry["version"] > self._engine.version.number for entry in ready.values())
+                ahead = any(status.version > self._engine.version for status in ready.values())
                 if len(ready) >= planned or ahead:
                     # The lighthouse may not have received the last one's heartbeat yet: the quorum waits for expected peers.
-                    self._engine.expect_peers({name: entry["address"] for name, entry in ready.items()})
+                    self._engine.expect_peers({name: status.address for name, status in ready.items()})
                     return
                 time.sleep(_POLL_S / 4)
                 self._registry.refresh()
         self._log(f"begins with the islands that are present: {sorted(self._registry.alive())}")
 
-    def _ready_islands(self, planned: int) -> dict[str, dict[str, Any]]:
+    def _ready_islands(self, planned: int) -> dict[str, IslandStatus]:
         """The registered islands that have joined. If they seem to be enough, those that answer, since some may have died."""
-        ready = {name: e for name, e in self._registry.alive().items() if e["phase"] != IslandPhase.JOINING}
+        ready = {name: status for name, status in self._registry.alive().items() if status.phase != IslandPhase.JOINING}
         if len(ready) < planned:
             return ready
-        answers = query_islands({name: entry["address"] for name, entry in ready.items()}, _QUERY_S)
-        return {name: entry for name, entry in ready.items() if name in answers}
+        answers = query_islands({name: status.address for name, status in ready.items()}, _QUERY_S)
+        return {name: status for name, status in ready.items() if name in answers}
 
     # --------------------------------------------------------------------------------------------------------------- the end
 
     def _finish(self) -> None:
         """Keep the last state until the run's results are written: their writer may die."""
-        self.status.phase = IslandPhase.FINISHING
         self._membership.leave()  # a recovering island must not wait for islands that only stay
         if self._leader_log is None:
-            self._wait_until_finished()
-            return
-        self._wait_for_leader(self._leader_log)
-        self._leader_log.finish(self._engine, self._recovery.checkpoint, self._spec.quorum_timeout_s)
+            # All islands that have the run's folder may die, return, and fetch the last state here. The registry ends with the run.
+            what, answers = "an island that has the run's folder", lambda: self._registry.reachable_since_s < math.inf
+            self._stay(what, self._finished_elsewhere, answers, self._spec.quorum_timeout_s)
+        else:
+            self._wait_for_leader(self._leader_log)
+            self._leader_log.finish(self._engine, self._recovery.checkpoint, self._spec.quorum_timeout_s)
+
+    def _finished_elsewhere(self) -> bool:
+        self._registry.refresh()
+        return any(status.phase == IslandPhase.FINISHED for status in self._registry.alive().values())
 
     def _wait_for_leader(self, leader_log: LeaderLog) -> None:
         """Wait until the leader has finished the run, or has died."""
         leader, addresses = leader_log.other_leader, self._engine.peer_addresses
         if leader is None and leader_log.lease is None:
-            self._give_leader_a_start(leader_log)
-        if leader is None or leader not in addresses:
-            return
-        self._log(f"{self._name} stays until {leader} has finished the run")
-        answered_s = time.monotonic()
+            # It fetched the last state, and does not know its leader: if another island with the folder answers, that may be it.
+            self._stay("the leader", lambda: leader_log.is_finished or not self._has_folder_peer(), lambda: True, _SILENT_S)
+        elif leader is not None and leader in addresses:
+            self._log(f"{self._name} stays until {leader} has finished the run")
+            self._stay(leader, lambda: leader_log.is_finished, lambda: query_islands({leader: addresses[leader]}, _SILENT_S))
+
+    def _has_folder_peer(self) -> bool:
+        return any(status.has_folder for status in query_islands(self._engine.peer_addresses, _QUERY_S).values())
+
+    def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> None:
+        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `_SILENT_S` without an answer."""
+        began_s = answered_s = time.monotonic()
         with log_while_waiting(self._log, f"waiting for {leader} to finish the run"):
-            while not leader_log.is_finished and time.monotonic() - answered_s < _SILENT_S:
-                if query_islands({leader: addresses[leader]}, _SILENT_S):
+            while not finished() and time.monotonic() < min(began_s + limit_s, answered_s + _SILENT_S):
+                if answers():
                     answered_s = time.monotonic()
-                time.sleep(_POLL_S)
-
-    def _give_leader_a_start(self, leader_log: LeaderLog) -> None:
-        """An island that fetched the last state does not know its leader: if another island with the folder answers, that is it."""
-        deadline_s = time.monotonic() + _SILENT_S
-        while not leader_log.is_finished and time.monotonic() < deadline_s:
-            answers = query_islands(self._engine.peer_addresses, _QUERY_S)
-            if not any(status["has_folder"] for status in answers.values()):
-                return
-            time.sleep(_POLL_S)
-
-    def _wait_until_finished(self) -> None:
-        """Wait without the run's folder: all islands that have it may die, come back, and fetch the last state here."""
-        now_s = reachable_s = time.monotonic()
-        deadline_s = now_s + self._spec.quorum_timeout_s
-        with log_while_waiting(self._log, "waiting until an island that has the run's folder has finished it"):
-            while now_s < min(deadline_s, reachable_s + _SILENT_S):
-                self._registry.refresh()
-                if any(entry["phase"] == IslandPhase.FINISHED for entry in self._registry.alive().values()):
-                    return
-                now_s = time.monotonic()
-                reachable_s = now_s if self._registry.reachable_since_s <= now_s else reachable_s  # it ends with the run
                 time.sleep(_POLL_S)
 
     def close(self, *, wait: bool) -> None:
@@ -311,31 +286,22 @@ def _island_number(name: str) -> int:
     return int(planned[1]) if planned else zlib.crc32(name.encode()) % 100_003
 
 
-class GpuClaims:
-    """Claims `count` GPUs of this machine, given by their unique ids, for one island until its process ends. Island 0 claims the
-    first GPUs, if they are free. If too few are free, the island shares some."""
-
-    def __init__(self, gpus: Sequence[str], number: int, count: int = 1) -> None:
-        if count > len(gpus):
-            raise ConfigError(f"engine.devices={count}: this machine has {len(gpus)} GPUs. Use at most as many.")
-        first = number * count % len(gpus)
-        order = (*range(first, len(gpus)), *range(first))
-        self._claims: dict[int, socket.socket] = {}
-        for index in order:
-            if len(self._claims) < count:
-                self._claim(index, gpus[index])
-        shared = [index for index in order if index not in self._claims]
-        self.indices = (*self._claims, *shared)[:count]
-
-    def _claim(self, index: int, gpu: str) -> None:
+def claim_gpus(gpus: Sequence[str], number: int, count: int = 1) -> tuple[list[int], list[socket.socket]]:
+    """Claim `count` of this machine's GPUs, given by their unique ids, for one island. Island 0 claims the first GPUs, if they are
+    free. If too few are free, the island shares some. Returns their indices, and the claims, which hold until they are closed."""
+    if count > len(gpus):
+        raise ConfigError(f"engine.devices={count}: this machine has {len(gpus)} GPUs. Use at most as many.")
+    first, claims = number * count % len(gpus), dict[int, socket.socket]()
+    order = (*range(first, len(gpus)), *range(first))
+    for index in order:
         # Linux keeps this socket name as long as the socket exists, so a killed process leaves nothing behind.
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        with suppress(OSError):
-            claim.bind(f"\0atoll gpu {gpu}")
-            self._claims[index] = claim
-            return
-        claim.close()
-
-    def close(self) -> None:
-        for claim in self._claims.values():
+        try:
+            claim.bind(f"\0atoll gpu {gpus[index]}")
+        except OSError:
             claim.close()
+            continue
+        claims[index] = claim
+        if len(claims) == count:
+            break
+    return [*claims, *(index for index in order if index not in claims)][:count], [*claims.values()]

@@ -14,6 +14,7 @@ import time
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -21,15 +22,15 @@ import torch
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm
-from atoll.engines.driver import Driver, Result, RunRequest, RunTask
 from atoll.engines.elastic.island import Interpose, IslandProcess
-from atoll.engines.elastic.membership import log_while_waiting
+from atoll.engines.elastic.membership import log_while_waiting, retry
 from atoll.engines.elastic.recovery import NoState
-from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, free_port, is_free
+from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
 from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
 from atoll.engines.liveness import exit_with
+from atoll.engines.run_driver import Driver, Result, RunRequest, RunTask
 from atoll.engines.spec import refuse_torchrun, write_spec
 from atoll.runs.run import Run, precision_notice
 from atoll.runs.validation import check_devices_share_batch
@@ -55,7 +56,7 @@ def check_algorithm(run: Run) -> None:
     """Refuse an algorithm whose state would be lost with an island."""
     algorithm: Any = run.resolved.algorithm
     if not isinstance(algorithm, AsyncAlgorithm):  # the spec refuses those
-        refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), _SinglePeer()))
+        refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), SimpleNamespace(rank=0, size=1)))
 
 
 def joining_line(address: str) -> str:
@@ -69,12 +70,6 @@ def joining_line(address: str) -> str:
     return f"join this run: atoll run --join {address}{note}"
 
 
-class _SinglePeer:
-    """Peers of an algorithm that is initialised only to look at its State."""
-
-    rank, size = 0, 1
-
-
 def supervise(task: RunTask) -> None:
     """Start the islands of this machine, restart those that die, and return when the run is finished."""
     spec = task.spec
@@ -84,8 +79,8 @@ def supervise(task: RunTask) -> None:
     if notice is not None:
         task.log(notice)
     # The run's work stays divided by the planned islands. Its port stays the same, so that joiners find it again, if it is free.
-    port = spec.port if spec.port and is_free(spec.host, spec.port) else free_port(spec.host)
-    spec = replace(spec, processes=spec.processes or task.run.cluster.islands, listen=f"{spec.host}:{port}")
+    listen = f"{spec.host}:{free_port(spec.host, spec.port)}"
+    spec = replace(spec, processes=spec.processes or task.run.cluster.islands, listen=listen)
     task = replace(task, spec=spec)
     write_spec(task.folder.path, spec)
     with Fanout(list(task.sinks)) as sink:
@@ -94,7 +89,7 @@ def supervise(task: RunTask) -> None:
             driver.make_warm_start(driver.single_shard_workload(), sink, resuming=False)
         injected = task.faults.attach(task) if task.faults is not None else nullcontext(ProcessHooks())
         with injected as hooks:
-            supervisor = Supervisor(task, sinks=[sink], hooks=hooks)
+            supervisor = Supervisor(task, sink, hooks)
             task.log(hooks.joining or joining_line(supervisor.address))
             supervisor.run()
 
@@ -116,15 +111,7 @@ def join_run(address: str, devices: int | None) -> None:
 def run_island(
     address: str, name: str, folder: Path | None, *, devices: int | None = None, interpose: Interpose | None = None
 ) -> NoReturn:
-    """Be the island of this name until the run is over, then end the process.
-
-    Args:
-        address: of the run's rendezvous.
-        name: of the island, unlike all others'.
-        folder: of the run; none on a machine that does not have it.
-        devices: of this island; none: as the run's islands have.
-        interpose: replaces parts of the island, for fault injection.
-    """
+    """Be the island of this name, unlike all others', until the run at this address is over, then end the process."""
     if folder is not None:
         end_with_supervisor()
     os.environ.setdefault("RUST_LOG", "warn")  # torchft logs every quorum
@@ -152,18 +139,8 @@ def run_rendezvous(join_info: Path, address: str) -> NoReturn:
     """Be the rendezvous of a run until this process is ended."""
     end_with_supervisor()
     info = JoinInfo.from_text(join_info.read_text("utf-8"))
-    host, _, port = address.rpartition(":")
-    lighthouse_port = int(info.lighthouse.rpartition(":")[2])
     try:
-        spec = info.spec
-        rendezvous = Rendezvous(
-            host,
-            int(port),
-            lighthouse_port,
-            info.to_text(),
-            join_limit_s=spec.quorum_timeout_s,
-            silent_s=spec.heartbeat_timeout_s,
-        )
+        rendezvous = Rendezvous(info, address)
     except BaseException as error:
         exit_with(error)
     try:
@@ -175,19 +152,16 @@ def run_rendezvous(join_info: Path, address: str) -> NoReturn:
 
 def fetch_join_info(address: str, timeout_s: float) -> JoinInfo:
     """What the run at this address is."""
-    registry, deadline_s = RegistryClient(address), time.monotonic() + timeout_s
+    registry = RegistryClient(address)
+
+    def fetch() -> JoinInfo:
+        text = registry.join_info()
+        if text is None:
+            raise ExchangeFailed(f"the run at {address} has published nothing for {timeout_s:.0f} s. Start it again.")
+        return JoinInfo.from_text(text)
+
     with log_while_waiting(log, f"waiting for the run at {address}"):
-        while True:
-            try:
-                text = registry.join_info()
-                if text is not None:
-                    return JoinInfo.from_text(text)
-                missing = ExchangeFailed(f"the run at {address} has published nothing for {timeout_s:.0f} s. Start it again.")
-            except ExchangeFailed as error:
-                missing = error
-            if time.monotonic() > deadline_s:
-                raise missing
-            time.sleep(_POLL_S)
+        return retry(fetch, ExchangeFailed, timeout_s, _POLL_S)
 
 
 def end_with_supervisor() -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,20 +29,16 @@ from atoll.core.events import (
     WarmStartFinished,
     from_json,
 )
-from atoll.core.protocols import Workload
 from atoll.core.serialization import replacing
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
-from atoll.engines.driver import Driver, RunTask
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
-from atoll.engines.elastic.membership import log_while_waiting
-from atoll.engines.elastic.spec import Elastic
+from atoll.engines.elastic.membership import log_while_waiting, retry
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
+from atoll.engines.run_driver import Driver
 from atoll.engines.training_setup import passed_multiple
-from atoll.engines.warm_start import Cache, WarmStart
+from atoll.engines.warm_start_training import WarmStart
 from atoll.replica.evaluator import Evaluator
-from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run
-from atoll.telemetry.event_log import JsonlSink, read_events
+from atoll.telemetry.event_log import E, JsonlSink, read_kind
 
 _REMEMBERED_COMMITS = 512
 """How far the event log can lag behind."""
@@ -123,15 +118,16 @@ class CommitLog:
 
 
 class LeaseLost(CheckpointError):
-    """Another island has written the event log while this one took the write lease."""
+    """Another island has taken the write lease, or has written the event log while this one took it."""
 
 
-class EventLogLease:
+class EventLogLease(JsonlSink):
     """The event log with the right to write it. A copy of its first `keep_bytes` replaces the file, so an old leader that wakes
     from a freeze writes to a file that no process reads.
 
     Raises:
-        CheckpointError: the log cannot be written; LeaseLost: its `file_identity` is not `seen` any more. It is untouched.
+        CheckpointError: the log cannot be written. It is untouched.
+        LeaseLost: its `file_identity` is not `seen` any more. It is untouched.
     """
 
     def __init__(self, path: Path, keep_bytes: int, seen: tuple[int, int] | None = None) -> None:
@@ -140,30 +136,27 @@ class EventLogLease:
                 file.write(path.read_bytes()[:keep_bytes] if keep_bytes else b"")
                 file.flush()
                 # Opened under its temporary name: another island may replace the log at any moment.
-                self._sink = JsonlSink(file.name, append_at=keep_bytes)
+                super().__init__(file.name, append_at=keep_bytes)
                 failing.callback(self.close)
-                self.sync()  # takes a while, and the log must still be as it was seen when the copy replaces it
+                self.position()  # syncing takes a while, and the log must still be as it was seen when the copy replaces it
                 if seen is not None and file_identity(path) != seen:
                     raise LeaseLost(f"another island has written {path} while this one took the write lease.")
                 self._inode = os.fstat(file.fileno()).st_ino
             failing.pop_all()
-        self._sink.path = path
-
-    def emit(self, event: Event) -> None:
-        self._sink.emit(event)
-
-    def sync(self) -> None:
-        """Return when all events are on the disk."""
-        self._sink.position()
+        self.path = path
 
     @property
     def is_held(self) -> bool:
         """Whether no other island has taken the lease since."""
-        return file_identity(self._sink.path)[0] == self._inode
+        return file_identity(self.path)[0] == self._inode
+
+    def check(self) -> None:
+        if not self.is_held:
+            raise LeaseLost(f"another island has taken the write lease of {self.path}.")
 
     def close(self) -> None:
         with suppress(CheckpointError):
-            self._sink.close()
+            super().close()
 
 
 def file_identity(path: Path) -> tuple[int, int]:
@@ -198,38 +191,19 @@ def committed_prefix(path: Path, epochs: Mapping[int, int]) -> tuple[int, StateV
     return at, last
 
 
-def last_commit(path: Path) -> StateVersion:
-    """The newest version in an event log, valid or not."""
-    attended = read_events(path, [Attended]) if path.exists() else ()
-    return max((StateVersion(one.round, one.epoch) for one in attended if isinstance(one, Attended)), default=NO_VERSION)
-
-
 # ---------------------------------------------------------------------------------------------------------------- the leader
 
 
-class _LostWhileSaving(Exception):
-    """Another island has taken the write lease before a checkpoint was complete."""
-
-
 class LeaderLog:
-    """What one island does with the run's folder when it is the leader. A checkpoint must have this `origin`."""
+    """What one island does with the run's folder, which the driver has, when it is the leader. A checkpoint must have this
+    `origin`."""
 
     def __init__(
-        self,
-        run: Run,
-        folder: RunFolder,
-        workload: Workload,
-        warm: WarmStart,
-        evaluator: Evaluator,
-        origin: Mapping[str, str | None],
-        cache: Cache,
-        commit_log: CommitLog,
-        log: Callable[[str], object],
+        self, driver: Driver, warm: WarmStart, evaluator: Evaluator, origin: Mapping[str, str | None], commit_log: CommitLog
     ) -> None:
-        self._run, self._folder, self._workload, self._warm, self._evaluator = run, folder, workload, warm, evaluator
-        self._origin, self._commit_log, self._log = dict(origin), commit_log, log
-        self._driver = Driver(RunTask(run=run, spec=Elastic(), folder=folder, cache=cache))
-        self.checkpoints = Checkpoints(folder.checkpoints, run.keep.checkpoints)
+        self._driver, self._warm, self._evaluator, self._origin, self._commit_log = driver, warm, evaluator, origin, commit_log
+        self._keep, self.folder, self._log = driver.run.keep, driver.folder, driver.task.log
+        self.checkpoints: Checkpoints = driver.checkpoints
         self.lease: EventLogLease | None = None
         self._written = NO_VERSION
         """The last commit in the event log, while this island holds the lease."""
@@ -268,9 +242,9 @@ class LeaderLog:
         if committed.opening and engine.version.round == 0:
             self._evaluate(engine, lease)
             return
-        if engine.over or self._is_due(before, self._evaluated_at, self._run.keep.evaluate_every):
+        if engine.over or self._is_due(before, self._evaluated_at, self._keep.evaluate_every):
             self._evaluate(engine, lease)
-        due = engine.over or self._void_checkpoints or self._is_due(before, self._saved_at, self._run.keep.save_every)
+        due = engine.over or self._void_checkpoints or self._is_due(before, self._saved_at, self._keep.save_every)
         if due and not committed.opening and lease.is_held:
             self._save(engine, lease)
 
@@ -287,20 +261,15 @@ class LeaderLog:
 
     def _save(self, engine: ElasticEngine, lease: EventLogLease) -> None:
         """Save a checkpoint. A full disk ends nothing: the last checkpoint stands, and the next may succeed."""
-        number = engine.version.round
-
-        def check_lease() -> None:
-            if not lease.is_held:
-                raise _LostWhileSaving
-
-        lines = self._commit_log.lines(engine.version)
+        number, lines = engine.version.round, self._commit_log.lines(engine.version)
         metadata = {**self._origin, "engine": engine.metadata(), "steps": engine.steps_taken, "lines": lines}
         try:
-            lease.sync()  # recovery from the checkpoint looks for its commit in the log
-            self.checkpoints.save(number, {"shared": engine.shared()}, metadata, before_rename=check_lease)
-        except _LostWhileSaving:
-            self._log(f"round {number} is not saved: another island has taken the write lease")
+            lease.position()  # syncs the log, where recovery from the checkpoint looks for its commit
+            self.checkpoints.save(number, {"shared": engine.shared()}, metadata, before_rename=lease.check)
         except CheckpointError as error:
+            if not lease.is_held:
+                self._log(f"round {number} is not saved: another island has taken the write lease")
+                return
             self._log(f"not saved: {error}")
             lease.emit(SaveFailed(round=number, reason=str(error)))
         else:
@@ -314,8 +283,10 @@ class LeaderLog:
         """The event log, with all commits so far."""
         if (self.lease is None or not self.lease.is_held) and self.is_finished:
             raise RunAlreadyFinished
-        if self.lease is not None and not self.lease.is_held and last_commit(self._folder.events) < engine.version:
-            self.release()  # the holder is behind. From a holder that is ahead this island, frozen meanwhile, takes nothing
+        if self.lease is not None and not self.lease.is_held:
+            written = [StateVersion(one.round, one.epoch) for one in self._logged(Attended)]
+            if max(written, default=NO_VERSION) < engine.version:
+                self.release()  # the holder is behind. From a holder that is ahead this island, frozen meanwhile, takes nothing
         taken_over = self.lease is None
         self.lease = self.lease or self._take_over(engine)
         for record in self._commit_log:
@@ -336,30 +307,36 @@ class LeaderLog:
             return self._take_lease()
 
     def _take_lease(self) -> EventLogLease:
-        epochs, seen = self._commit_log.epochs, file_identity(self._folder.events)
-        keep_bytes, self._written = committed_prefix(self._folder.events, epochs)
+        epochs, seen = self._commit_log.epochs, file_identity(self.folder.events)
+        keep_bytes, self._written = committed_prefix(self.folder.events, epochs)
         missing = range(max(self._written.round, 0) + 1, min(epochs, default=0))
         if missing:
             self._log(f"rounds {missing[0]} to {missing[-1]} are missing in the event log, and no island remembers them")
-        lease = EventLogLease(self._folder.events, keep_bytes, seen)
-        logged = [*read_events(self._folder.events, [RoundFinished, Evaluated])]
-        self._steps = max((event.steps for event in logged if isinstance(event, RoundFinished)), default=0)
-        self._evaluated_at = max((event.steps for event in logged if isinstance(event, Evaluated)), default=0)
-        self._saved_at = self._last_saved_steps()
+        lease = EventLogLease(self.folder.events, keep_bytes, seen)
+        self._steps = max((event.steps for event in self._logged(RoundFinished)), default=0)
+        self._evaluated_at = max((event.steps for event in self._logged(Evaluated)), default=0)
+        self._saved_at = 0
+        with suppress(CheckpointError):  # if the newest checkpoint is damaged, a new one is due
+            newest = self.checkpoints.newest()
+            self._saved_at = newest.metadata.get("steps", 0) if newest is not None else 0
         if not keep_bytes:
-            self._begin(lease)
+            self._driver.write_inputs()
+            lease.emit(self._driver.started(self._driver.single_shard_workload()))
+            if steps := self._driver.run.train.warm_start_steps:
+                lease.emit(WarmStartFinished(steps=steps, tokens=self._warm.tokens, loss=self._warm.loss))
         return lease
 
-    def _last_saved_steps(self) -> int:
-        try:
-            newest = self.checkpoints.newest()
-        except CheckpointError:  # it is damaged, and a new one is due
-            return 0
-        return int(newest.metadata.get("steps", 0)) if newest is not None else 0
+    def _logged(self, kind: type[E]) -> list[E]:
+        return read_kind(self.folder.path, kind) if self.folder.events.exists() else []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the event log has a round, valid or not."""
+        return bool(self._logged(RoundFinished))
 
     def _find_void_checkpoints(self, reached: StateVersion) -> list[int]:
         """The rounds of checkpoints whose commits were repeated, as the event log shows, or lie ahead."""
-        epochs = {one.round: one.epoch for one in read_events(self._folder.events, [Attended]) if isinstance(one, Attended)}
+        epochs = {one.round: one.epoch for one in self._logged(Attended)}
         found = []
         for number in self.checkpoints.rounds():
             with suppress(CheckpointError):  # a damaged checkpoint is left for a person to look at
@@ -367,12 +344,6 @@ class LeaderLog:
                 if number > reached.round or epochs.get(number, epoch) != epoch:
                     found.append(number)
         return found
-
-    def _begin(self, lease: EventLogLease) -> None:
-        self._driver.write_inputs()
-        lease.emit(self._driver.started(self._workload))
-        if steps := self._run.train.warm_start_steps:
-            lease.emit(WarmStartFinished(steps=steps, tokens=self._warm.tokens, loss=self._warm.loss))
 
     @property
     def written(self) -> StateVersion:
@@ -390,26 +361,20 @@ class LeaderLog:
     @property
     def is_finished(self) -> bool:
         """Whether the folder has all results of the run."""
-        return self._folder.final.exists() and self._folder.finished
+        return self.folder.final.exists() and self.folder.finished
 
     def finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None, limit_s: float) -> None:
         """Write the results of the run, unless another island has. Retry for `limit_s` if the disk is full. `checkpoint` is the one
         that this island continued from."""
-        deadline_s = time.monotonic() + limit_s
-        while True:
-            try:
-                with log_while_waiting(self._log, "finishing the run, or waiting for another island that does"):
-                    self._finish(engine, checkpoint)
-            except CheckpointError as error:
-                if time.monotonic() > deadline_s:
-                    raise
-                self._log(f"not finished, and tried again: {error}")
-                time.sleep(_RETRY_S)
-            else:
-                return
+
+        def failed(error: Exception) -> None:
+            self._log(f"not finished, and tried again: {error}")
+
+        with log_while_waiting(self._log, "finishing the run, or waiting for another island that does"):
+            retry(lambda: self._finish(engine, checkpoint), CheckpointError, limit_s, _RETRY_S, failed)
 
     def _finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
-        with open(self._folder.path / "finish.lock", "w", encoding="utf-8") as lock:
+        with open(self.folder.path / "finish.lock", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self.is_finished:
                 return
@@ -428,8 +393,7 @@ class LeaderLog:
         finished = engine.accounting.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
         lease.emit(finished)
         self._driver.write_final(engine.params, engine.replica.buffers(), finished, checkpoint)
-        if not lease.is_held:
-            raise CheckpointError(f"another island has taken the write lease of {self._folder.events} while this one finished.")
+        lease.check()
         self._driver.result(self._evaluator, engine.params, engine.replica.buffers())
 
     def restore(self, checkpoint: Checkpoint, engine: ElasticEngine) -> None:

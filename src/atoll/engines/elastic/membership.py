@@ -1,8 +1,8 @@
 """Which islands form a quorum: torchft's lighthouse finds them, a failure monitor drops dead ones, and a vote evicts faulty ones.
 
-Of torchft this uses the servers that send heartbeats and form quorums, and the process group that can be reconfigured. It does not
-use torchft's Manager class: that class identifies states by a step number alone, so two islands that took one step in different
-quorums would both count as valid; and it makes the quorum wait while one island recovers.
+Of torchft this uses the servers that send heartbeats and form quorums. It does not use torchft's Manager class: that class
+identifies states by a step number alone, so two islands that took one step in different quorums would both count as valid; and it
+makes the quorum wait while one island recovers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.optional_imports import require
 from atoll.engines.elastic.rendezvous import open_store
 from atoll.engines.elastic.snapshot_server import IslandStatus, query_status
 from atoll.engines.elastic.state_version import StateVersion
-from atoll.engines.processes.transport import first_sentence
+from atoll.engines.liveness import Heartbeat
+from atoll.engines.processes.point_to_point import first_sentence
 
 WAIT_LOG_S = 10.0
 PROBE_S = 1.0
@@ -36,6 +37,8 @@ _RETRY_S = 0.2
 _QUORUM_RETRIES = 1000
 """Of torchft's manager while the lighthouse is away. Without retries it never answers a request that the lighthouse died over."""
 _UNUSED_TAG = 1  # messages have tag 0
+_GlooOptions: Any = getattr(dist.ProcessGroupGloo, "_Options")  # noqa: B009 (torch's stubs lack it)
+T = TypeVar("T")
 
 
 class MembershipLost(ExchangeFailed):
@@ -45,19 +48,30 @@ class MembershipLost(ExchangeFailed):
 @contextmanager
 def log_while_waiting(log: Callable[[str], object], what: str, every_s: float = WAIT_LOG_S) -> Iterator[None]:
     """Log what the caller waits for, and for how long it has waited, every so many seconds."""
-    over, began_s = threading.Event(), time.monotonic()
-
-    def repeat() -> None:
-        while not over.wait(every_s):
-            log(f"{what} ({time.monotonic() - began_s:.0f} s)")
-
-    thread = threading.Thread(target=repeat, name="wait log", daemon=True)
-    thread.start()
+    repeated = Heartbeat(lambda number: log(f"{what} ({number * every_s:.0f} s)"), interval_s=every_s)
     try:
         yield
     finally:
-        over.set()
-        thread.join()
+        repeated.close(wait=True)
+
+
+def retry(
+    call: Callable[[], T],
+    kind: type[Exception],
+    limit_s: float,
+    every_s: float,
+    on_error: Callable[[Exception], object] = lambda error: None,
+) -> T:
+    """Repeat a call until it raises no error of this kind. After `limit_s` its error is raised."""
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        try:
+            return call()
+        except kind as error:
+            if time.monotonic() > deadline_s:
+                raise
+            on_error(error)
+        time.sleep(every_s)
 
 
 @dataclass(frozen=True)
@@ -109,12 +123,8 @@ class Quorum:
 
 
 class Membership:
-    """One island's membership in the run.
-
-    Args:
-        host: the address by which other islands reach this machine.
-        limit_s: how long the island waits for a lighthouse that does not answer.
-    """
+    """One island's membership in the run. Other islands reach this machine at `host`. The island waits `limit_s` for a lighthouse
+    that does not answer."""
 
     def __init__(self, status: IslandStatus, host: str, lighthouse: str, limit_s: float, log: Callable[[str], object]) -> None:
         self._status, self._host, self._lighthouse, self._limit_s, self._log = status, host, lighthouse, limit_s, log
@@ -122,7 +132,7 @@ class Membership:
         self._store, self._store_port = open_store(host)
         self._server: Any = None
         self._client: Any = None
-        self._group: Any = None
+        self._group: dist.ProcessGroupGloo | None = None
         self._quorum_key: tuple[Any, ...] = ()
         self._connected_key: tuple[Any, ...] = ()
         """Identify the last quorum, and the quorum that the process group belongs to."""
@@ -194,60 +204,37 @@ class Membership:
 
     def connect(self, quorum: Quorum, limit_s: float) -> dist.ProcessGroupGloo:
         """The process group of this quorum. Raises ExchangeFailed if a member cannot be reached within the limit."""
-        if not quorum.connected:
+        if self._group is None or not quorum.connected:
             self.abort()
-            self._group = _group_class()(self._host, timedelta(seconds=limit_s))
             try:
-                self._group.configure(quorum.store, self._status.name, quorum.rank, len(quorum.members))
-            except Exception as error:  # torchft raises what it comes across
-                self.abort()
+                self._group = self._gloo_group(quorum, timedelta(seconds=limit_s))
+            except Exception as error:  # torch and gloo raise errors of several kinds
                 raise ExchangeFailed(
                     f"{self._status.name} could not connect to all of {', '.join(quorum.names)} within {limit_s:.1f} s: "
                     f"{first_sentence(str(error))}. One of them has died since the quorum was formed, or cannot be reached"
                 ) from error
             self._connected_key = self._quorum_key
-        backend: dist.ProcessGroupGloo = self._group.parent._get_backend(torch.device("cpu"))
-        return backend
+        return self._group
+
+    def _gloo_group(self, quorum: Quorum, limit: timedelta) -> dist.ProcessGroupGloo:
+        address, _, prefix = quorum.store.partition("/")
+        host, _, port = address.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+        options: Any = _GlooOptions()
+        options._timeout = limit
+        # It listens on this address, not on the one that the machine's name resolves to.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=socket.gethostbyname(self._host))]
+        return dist.ProcessGroupGloo(PrefixStore(prefix, store), quorum.rank, len(quorum.members), options)
 
     def _retry(self, call: Callable[[], Any]) -> Any:
         """Repeat a call until it succeeds: the lighthouse may be away for a while."""
-        deadline_s = time.monotonic() + self._limit_s
-        while True:
-            try:
-                return call()
-            except Exception as error:  # of the manager's own kinds
-                if time.monotonic() > deadline_s:
-                    raise MembershipLost(
-                        f"{self._status.name} waited {self._limit_s:.0f} s for the lighthouse at {self._lighthouse}: "
-                        f"{first_sentence(str(error))}. Saved checkpoints stand. Is the run over, or its first machine down?"
-                    ) from error
-                time.sleep(_RETRY_S)
-
-
-_GlooOptions: Any = getattr(dist.ProcessGroupGloo, "_Options")  # noqa: B009 (torch's stubs lack it)
-
-
-def _group_class() -> Any:
-    torchft: Any = require("torchft.process_group", extra="torchft", purpose="elastic runs")
-
-    class HostBoundGloo(torchft.ProcessGroupGloo):  # type: ignore[misc]
-        """torchft's gloo group, listening on the given address instead of the one that the machine's name resolves to."""
-
-        def __init__(self, host: str, limit: timedelta) -> None:
-            super().__init__(timeout=limit)
-            self._host, self._limit = host, limit
-
-        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-            options: Any = _GlooOptions()
-            options._timeout = self._limit
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=socket.gethostbyname(self._host))]
-            backend = dist.ProcessGroupGloo(store, rank, world_size, options)
-            group = dist.ProcessGroup(store, rank, world_size)
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-            return group
-
-    return HostBoundGloo
+        try:
+            return retry(call, Exception, self._limit_s, _RETRY_S)  # the manager has errors of its own kinds
+        except Exception as error:
+            raise MembershipLost(
+                f"{self._status.name} waited {self._limit_s:.0f} s for the lighthouse at {self._lighthouse}: "
+                f"{first_sentence(str(error))}. Saved checkpoints stand. Is the run over, or its first machine down?"
+            ) from error
 
 
 class QuorumMonitor:
@@ -282,8 +269,7 @@ class QuorumMonitor:
     def _probe(self, rank: int, member: Member) -> None:
         answered_s = time.monotonic()
         while not self._over.wait(PROBE_S):
-            status = query_status(member.address, self._silent_s)
-            if status is not None and status.get("name") == member.name:  # not another process that has taken over its port
+            if query_status(member.name, member.address, self._silent_s) is not None:
                 answered_s = time.monotonic()
             elif time.monotonic() - answered_s > self._silent_s:
                 self._fail(rank, member)
@@ -293,17 +279,11 @@ class QuorumMonitor:
         with self._lock:
             if not self._over.is_set() and rank not in self._ignored:
                 self.failed = self.failed or member.name
-                _abort_pending(self._group, rank)
-
-
-def _abort_pending(group: Any, rank: int) -> None:
-    """End all pending messages of a gloo group, from another thread than the one that waits.
-
-    gloo's own `abort` wakes no receiver. But when one message times out, gloo gives up all of them: so this waits for a message
-    that no rank sends, from a rank whose connection stands. A receive from a closed connection would give up nothing else.
-    """
-    with suppress(RuntimeError):
-        group.recv([torch.zeros(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+                # gloo's own `abort` wakes no receiver. But when one message times out, gloo gives up all of them: so this waits for
+                # a message that no rank sends, from a rank whose connection stands. A receive from a closed connection would give
+                # up nothing else.
+                with suppress(RuntimeError):
+                    self._group.recv([torch.zeros(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def choose_eviction(members: Sequence[Member], suspects: Mapping[str, Collection[str]]) -> Member:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -10,10 +11,9 @@ import torch
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
-from atoll.engines.elastic.aggregation import IslandReport, Proposal
+from atoll.engines.elastic.aggregation import Proposal
 from atoll.engines.elastic.commit import Commit, CommitProtocol
 from atoll.engines.elastic.data_leases import DataUnit
-from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread, Request
 from atoll.engines.round_record import WallClock
 
@@ -27,30 +27,23 @@ class ElasticPeers:
 
     def __init__(self, protocol: CommitProtocol, thread: CommunicationThread, clock: WallClock) -> None:
         self._protocol, self._thread, self._clock = protocol, thread, clock
-        self._held = StateVersion(0, 0), 0
+        self._proposal: Proposal | None = None
         self._unit: DataUnit | None = None
         self._work: Work | None = None
-        self._report: IslandReport | None = None
         self.commit: Commit | None = None
         """Of this round."""
         self.rank, self.size = 0, 1
 
-    def begin(self, held: tuple[StateVersion, int], unit: DataUnit | None, work: Work, report: IslandReport) -> None:
-        """A round begins.
+    def begin(self, proposal: Proposal, unit: DataUnit | None, work: Work) -> None:
+        """A round begins. `unit` is None if the island has no work in it. The mean completes the proposal."""
+        self._proposal, self._unit, self._work, self.commit = proposal, unit, work, None
 
-        Args:
-            held: the version and the digest of this island's state.
-            unit: that the island trains on; None if it has no work in this round.
-            report: of this island, with the record that the round fills in.
-        """
-        self._held, self._unit, self._work, self._report, self.commit = held, unit, work, report, None
-
-    def open(self, report: IslandReport) -> Commit:
+    def open(self, proposal: Proposal) -> Commit:
         """Commit without a delta: the islands begin together."""
-        return self._thread.call(lambda: self._commit(Proposal(report), opening=True))
+        return self._thread.call(lambda: self._commit(proposal))
 
-    def _commit(self, proposal: Proposal, *, opening: bool = False) -> Commit:
-        commit = self._protocol.commit(*self._held, proposal, opening=opening)
+    def _commit(self, proposal: Proposal) -> Commit:
+        commit = self._protocol.commit(proposal)
         self.rank, self.size = commit.result.rank, len(commit.names)
         return commit
 
@@ -66,10 +59,10 @@ class ElasticPeers:
         return self._work
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
-        if self._report is None or self.commit is not None:
+        if self._proposal is None or self.commit is not None:
             raise ConfigError("a second mean in one round: with --engine elastic a round has one exchange, which commits it.")
         own_weight = weight if self._unit is not None else 0.0
-        proposal = Proposal(self._report, tree, own_weight, compare, self._clock.now_s())
+        proposal = replace(self._proposal, tree=tree, weight=own_weight, compare=compare, arrived_s=self._clock.now_s())
         self.commit = await Request(lambda: self._commit(proposal))
         return Mean(self.commit.result.value, self.commit.result.weight, True, True)
 
@@ -116,12 +109,6 @@ class ObserverReplica:
         pass
 
     async def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
+        self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
     ) -> Gradient:
         return onto if onto is not None else Gradient(self._params.zeros(), 0.0, 0)

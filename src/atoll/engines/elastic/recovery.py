@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
 
 from atoll.core.errors import CheckpointError, ExchangeFailed
-from atoll.core.events import RoundFinished
 from atoll.core.serialization import Packed, unpack
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.leader_log import CommitLog, LeaderLog
 from atoll.engines.elastic.membership import Membership, MembershipLost, log_while_waiting
 from atoll.engines.elastic.rendezvous import SILENT_S, Registry
-from atoll.engines.elastic.snapshot_server import fetch_snapshot, query_islands
+from atoll.engines.elastic.snapshot_server import IslandStatus, fetch_snapshot, query_islands
 from atoll.engines.elastic.spec import check_same_origin
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.runs.folder import RunFolder
-from atoll.telemetry.event_log import read_events
 
 _POLL_S, _QUERY_S = 0.2, 1.0
 _ALONE_S = SILENT_S
@@ -32,16 +28,6 @@ _FETCH_LIMIT_S = 60.0
 
 class NoState(CheckpointError):
     """Neither a live island nor a checkpoint has the state; an island that does not answer now may have it."""
-
-
-class _Holder(NamedTuple):
-    """Another island that has a state, as it reports itself. Sorts by version, then `exchanging`, then `confirmed`."""
-
-    version: StateVersion
-    exchanging: bool
-    confirmed: bool
-    name: str
-    address: str
 
 
 class Recovery:
@@ -58,15 +44,14 @@ class Recovery:
         name: str,
         registry: Registry,
         membership: Membership,
-        folder: RunFolder | None,
         leader_log: LeaderLog | None,
         commit_log: CommitLog,
         origin: Mapping[str, str | None],
         log: Callable[[str], object],
-        limit_s: float = 1200.0,
+        limit_s: float,
     ) -> None:
-        self._name, self._registry, self._membership, self._folder = name, registry, membership, folder
-        self._leader_log, self._commit_log, self._origin, self._log, self._limit_s = leader_log, commit_log, origin, log, limit_s
+        self._name, self._registry, self._membership, self._leader_log = name, registry, membership, leader_log
+        self._commit_log, self._origin, self._log, self._limit_s = commit_log, origin, log, limit_s
         self._answered_s = math.inf
         """When an island with the state, or the registry, last answered."""
         self.checkpoint: Checkpoint | None = None
@@ -78,9 +63,10 @@ class Recovery:
         with log_while_waiting(self._log, "looking for an island that has the run's state, or fetching it"):
             try:
                 # Checkpoints are only counted here: a damaged one is harmless while another island has the state.
-                if self._leader_log is None or not self._leader_log.checkpoints.rounds():
-                    return self._fetch_newest(engine, NO_VERSION) or self._initial_weights(engine)
-                found = self._find(engine, NO_VERSION, stateless_since_s=stateless_since_s)
+                if self._leader_log is not None and self._leader_log.checkpoints.rounds():
+                    found = self._find(engine, NO_VERSION, stateless_since_s=stateless_since_s)
+                else:
+                    found = self._fetch_newest(engine, NO_VERSION)
                 return found or self._initial_weights(engine)
             except CheckpointError as error:
                 raise NoState(str(error)) from error
@@ -88,29 +74,27 @@ class Recovery:
     def catch_up(self, engine: ElasticEngine, target: StateVersion) -> None:
         """Bring an engine to the version that the quorum holds, or a newer one. The island leaves the quorum when a fetch fails or
         no island with the state answers, so that the quorum need not wait."""
-        found = self._find_newer(engine, max(target, engine.version), leaves=True)
-        if found:
-            self._log(f"{self._name} goes on with {found}")
-        else:
-            self._log(f"{self._name} is alone, and goes on with its own state: round {engine.version.round}")
-            engine.resume_alone()
+        self._replace_state(engine, max(target, engine.version), "the quorum holds a newer state", leaves=True)
 
     def confirm(self, engine: ElasticEngine) -> None:
         """Continue though the donors of this engine's state are gone. If they went on, they left a checkpoint; else it is the
         newest state."""
-        with log_while_waiting(self._log, "looking for a newer state than the one that this island has fetched"):
-            found = self._find_newer(engine, StateVersion(engine.version.round, engine.version.epoch + 1), leaves=False)
-        self._log(f"{self._name} finds no island that confirms its state, and goes on with {found or 'it'}")
+        newer = StateVersion(engine.version.round, engine.version.epoch + 1)
+        self._replace_state(engine, newer, "no island confirms the state that it fetched", leaves=False)
+
+    def _replace_state(self, engine: ElasticEngine, at_least: StateVersion, why: str, *, leaves: bool) -> None:
+        """Continue from a newer state than the engine holds, or else from its own, for which a checkpoint that cannot be read is no
+        replacement."""
+        round_ = engine.version.round
+        with log_while_waiting(self._log, f"looking for a newer state than round {round_}: {why}"):
+            try:
+                found = self._find(engine, at_least, leaves=leaves)
+            except CheckpointError as error:
+                self._log(f"{error} {self._name} does without it, since it holds round {round_} itself")
+                found = ""
         if not found:
             engine.resume_alone()
-
-    def _find_newer(self, engine: ElasticEngine, at_least: StateVersion, *, leaves: bool) -> str:
-        """Find a newer state than the engine holds. A checkpoint that cannot be read does not cost the engine its state."""
-        try:
-            return self._find(engine, at_least, leaves=leaves)
-        except CheckpointError as error:
-            self._log(f"{error} {self._name} does without it, since it holds round {engine.version.round} itself")
-            return ""
+        self._log(f"{self._name} goes on with {found or f'its own state, round {round_}: no island has a newer one'}")
 
     def _find(
         self, engine: ElasticEngine, at_least: StateVersion, *, leaves: bool = False, stateless_since_s: float = math.inf
@@ -126,17 +110,17 @@ class Recovery:
             self._registry.refresh()
             if found := self._fetch_newest(engine, at_least, leaves=leaves):
                 return found
-            answers = self._is_answered(engine, at_least)
+            answers = _holds(self._holders(engine), at_least)
             holder_answered_s = time.monotonic() if answers else holder_answered_s
             if leaves and time.monotonic() - holder_answered_s > _SILENT_S:
                 self._membership.leave()
-            exists = answers or self._is_registered(at_least)
+            exists = answers or _holds(self._registered(), at_least)
             if exists:
                 since_s = time.monotonic()
             elif time.monotonic() - max(since_s, self._registry.reachable_since_s) >= _ALONE_S:
                 found = self._restore_newer(engine)
                 # Another island that came back at the same time may just have restored that checkpoint.
-                if found or not (self._is_answered(engine, at_least) or self._is_registered(at_least)):
+                if found or not _holds([*self._holders(engine), *self._registered()], at_least):
                     return found
             self._wait(exists)
 
@@ -155,25 +139,15 @@ class Recovery:
 
     # ---------------------------------------------------------------------------------------------------------- other islands
 
-    def _holders(self, engine: ElasticEngine) -> list[_Holder]:
-        """The other islands that have a state, the newest first, and of one state those that confirmed it."""
-        registered = {name: entry["address"] for name, entry in self._registry.alive().items()}
-        addresses = {name: where for name, where in {**engine.peer_addresses, **registered}.items() if name != self._name}
-        holders = [
-            _Holder(StateVersion.of(one["version"]), one["exchanging"], one["confirmed"], name, addresses[name])
-            for name, one in query_islands(addresses, _QUERY_S).items()
-            if one["version"] >= 0
-        ]
-        return sorted(holders, reverse=True)
+    def _registered(self) -> list[IslandStatus]:
+        """The other live islands, as they registered: an island that does not answer at once may be far away."""
+        return [status for name, status in self._registry.alive().items() if name != self._name]
 
-    def _is_answered(self, engine: ElasticEngine, at_least: StateVersion) -> bool:
-        """Whether another island answers that it has such a state, or may have it at any moment."""
-        return any(one.version >= at_least or one.exchanging for one in self._holders(engine))
-
-    def _is_registered(self, at_least: StateVersion) -> bool:
-        """Whether another live island has registered such a state: an island that does not answer at once may be far away."""
-        entries = [entry for name, entry in self._registry.alive().items() if name != self._name and entry["version"] >= 0]
-        return any(StateVersion.of(entry["version"]) >= at_least or entry["exchanging"] for entry in entries)
+    def _holders(self, engine: ElasticEngine) -> list[IslandStatus]:
+        """The other islands that answer that they have a state, the newest first, and of one state those that confirmed it."""
+        addresses = {**engine.peer_addresses, **{one.name: one.address for one in self._registered()}}
+        answers = [one for one in query_islands(addresses, _QUERY_S).values() if one.version != NO_VERSION]
+        return sorted(answers, key=lambda one: (one.version, one.exchanging, one.confirmed, one.name), reverse=True)
 
     def _fetch_newest(self, engine: ElasticEngine, at_least: StateVersion, *, leaves: bool = False) -> str:
         """Fetch the newest state of another island; "" if there is none, or if a newer one is about to follow."""
@@ -192,7 +166,7 @@ class Recovery:
                 self._membership.leave()
         return ""
 
-    def _fetch(self, engine: ElasticEngine, holder: _Holder, at_least: StateVersion) -> str:
+    def _fetch(self, engine: ElasticEngine, holder: IslandStatus, at_least: StateVersion) -> str:
         """Fetch this island's state; "" if that fails, or the state is older."""
         try:
             snapshot = fetch_snapshot(holder.address, _FETCH_LIMIT_S)
@@ -230,15 +204,20 @@ class Recovery:
 
     def _initial_weights(self, engine: ElasticEngine) -> str:
         """The state of a run that has not begun."""
-        if self._folder is None:
+        if self._leader_log is None:
             self._answered_s = time.monotonic()
             while not (found := self._fetch_newest(engine, NO_VERSION)):
-                self._wait(self._is_answered(engine, NO_VERSION))
+                self._wait(bool(self._holders(engine)))
                 self._registry.refresh()
             return found
-        if self._folder.events.exists() and any(True for _ in read_events(self._folder.events, [RoundFinished])):
+        if self._leader_log.has_begun:
             raise NoState(
-                f"{self._folder.path} has a run that was begun, and there is neither an island with its state nor a checkpoint. "
-                f"It will not start from random weights again by itself: start a new run, or bring a checkpoint back."
+                f"{self._leader_log.folder.path} has a run that was begun, and there is neither an island with its state nor a "
+                f"checkpoint. It will not start from random weights again by itself: start a new run, or bring a checkpoint back."
             )
         return "the run's first weights"
+
+
+def _holds(statuses: Iterable[IslandStatus], at_least: StateVersion) -> bool:
+    """Whether one of these islands has such a state, or may have it at any moment."""
+    return any(one.version != NO_VERSION and (one.version >= at_least or one.exchanging) for one in statuses)

@@ -32,46 +32,43 @@ _HEADER_LIMIT_BYTES = 64 << 20
 
 
 class IslandPhase(StrEnum):
-    """What an island is doing."""
-
-    JOINING = "joining"
-    READY = "ready"
-    TRAINING = "training"
-    RECOVERING = "recovering"
-    FINISHING = "finishing"
-    FINISHED = "finished"
+    JOINING = "joining"  # it has no state yet, or sends no heartbeats
+    JOINED = "joined"
+    FINISHED = "finished"  # with the run
 
 
 @dataclass
 class IslandStatus:
-    """What an island reports about itself. Its layers write it; the snapshot server and the registry send it.
-
-    Attributes:
-        has_folder: whether this machine has the run's folder.
-        address: of the snapshot server.
-        version: of the published snapshot. It is set after the snapshot, so that a reported state can be fetched.
-        exchanging: whether a newer state may be committed at any moment.
-        confirmed: whether the island took part in the commit of the state that it holds, or knows it to be the newest.
-        suspects: islands that this island could not exchange with since its last commit.
-    """
+    """What an island reports about itself. Its layers write it; the snapshot server and the registry send it."""
 
     name: str
-    has_folder: bool
-    address: str = ""
+    has_folder: bool  # whether this machine has the run's folder
+    address: str = ""  # of the snapshot server
     phase: IslandPhase = IslandPhase.JOINING
-    version: StateVersion | None = None
-    exchanging: bool = False
-    confirmed: bool = True
-    suspects: frozenset[str] = frozenset()
-
-    @property
-    def round(self) -> int:
-        return (self.version or NO_VERSION).round
+    version: StateVersion = NO_VERSION  # of the published snapshot; set after it, so that a reported state can be fetched
+    exchanging: bool = False  # whether a newer state may be committed at any moment
+    confirmed: bool = True  # whether it took part in the commit of the state that it holds, or knows it to be the newest
+    suspects: frozenset[str] = frozenset()  # islands that it could not exchange with since its last commit
+    heartbeat: int = 0  # counts its registrations
 
     def to_json(self) -> dict[str, Any]:
-        version = self.version if self.phase is not IslandPhase.JOINING else None
-        number = version.number if version is not None else -1
-        return {**vars(self), "version": number, "suspects": sorted(self.suspects)}
+        version = NO_VERSION if self.phase is IslandPhase.JOINING else self.version
+        return {**vars(self), "version": version.number, "suspects": sorted(self.suspects)}
+
+    @staticmethod
+    def from_text(text: bytes) -> IslandStatus | None:
+        """The status that another island sent as JSON; None if the text is no status."""
+        try:
+            sent = json.loads(text)
+            if not isinstance(sent, dict) or {name: type(value) for name, value in sent.items()} != _STATUS_TYPES:
+                return None
+            converted = {"phase": IslandPhase(sent["phase"]), "version": StateVersion.of(sent["version"])}
+        except ValueError:
+            return None
+        return IslandStatus(**{**sent, **converted, "suspects": frozenset(map(str, sent["suspects"]))})
+
+
+_STATUS_TYPES = {name: type(value) for name, value in json.loads(json.dumps(IslandStatus("", False).to_json())).items()}
 
 
 @dataclass(frozen=True)
@@ -164,24 +161,22 @@ def _request(address: str, query: bytes, limit_s: float) -> Iterator[Any]:
             yield file
 
 
-def query_status(address: str, limit_s: float) -> dict[str, Any] | None:
-    """The status of the island at this address; None if it does not answer within the limit."""
+def query_status(name: str, address: str, limit_s: float) -> IslandStatus | None:
+    """The status of the island of this name at this address; None if it does not answer within the limit, or another process that
+    has taken over its port does."""
     try:
         with _request(address, b"status\n", limit_s) as file:
-            status: dict[str, Any] = json.loads(file.readline(_HEADER_LIMIT_BYTES))
-            return status
-    except (OSError, ValueError):
+            status = IslandStatus.from_text(file.readline(_HEADER_LIMIT_BYTES))
+    except OSError:
         return None
+    return status if status is not None and status.name == name else None
 
 
-def query_islands(addresses: Mapping[str, str], limit_s: float) -> dict[str, dict[str, Any]]:
+def query_islands(addresses: Mapping[str, str], limit_s: float) -> dict[str, IslandStatus]:
     """The status of each island that answers within the limit, by name. All are queried in parallel."""
-    if not addresses:
-        return {}
-    with ThreadPoolExecutor(len(addresses)) as pool:
-        answers = zip(addresses, pool.map(partial(query_status, limit_s=limit_s), addresses.values()), strict=True)
-        # Another process may have taken over the port of a dead one.
-        return {name: status for name, status in answers if status is not None and status.get("name") == name}
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+        answers = pool.map(partial(query_status, limit_s=limit_s), addresses, addresses.values())
+        return {name: status for name, status in zip(addresses, answers, strict=True) if status is not None}
 
 
 def fetch_snapshot(address: str, limit_s: float) -> Snapshot | None:
@@ -199,13 +194,16 @@ def _receive(file: Any) -> Snapshot | None:
     if not line.endswith(b"\n"):
         raise EOFError("it ended in its first line")
     description = json.loads(line)
+    if not isinstance(description, dict):
+        raise ValueError("its first line is no JSON object")
     if "header" not in description:
         return None
     tensors, checksum = {}, 0
     for name, (dtype, shape) in description["tensors"].items():
         tensor = tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         for chunk in _chunks(tensor):
-            _fill(file, chunk)
+            if file.readinto(chunk) < len(chunk):
+                raise EOFError("it ended in the middle")
             checksum = zlib.crc32(chunk, checksum)
     if file.readline(32).strip() != str(checksum).encode():
         raise ValueError("its checksum does not match")
@@ -215,14 +213,5 @@ def _receive(file: Any) -> Snapshot | None:
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The tensor's memory in chunks."""
     flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    memory = memoryview(flat) if tensor.numel() else memoryview(b"")
+    memory = memoryview(flat)
     return (memory[at : at + _CHUNK_BYTES] for at in range(0, len(memory), _CHUNK_BYTES))
-
-
-def _fill(file: Any, memory: memoryview) -> None:
-    at = 0
-    while at < len(memory):
-        count = file.readinto(memory[at:])
-        if not count:
-            raise EOFError("it ended in the middle")
-        at += count

@@ -14,8 +14,6 @@ from atoll.core.protocols import AsyncAlgorithm
 from atoll.runs.run import Run
 from atoll.runs.validation import check_devices_share_batch
 
-MIN_HEARTBEAT_TIMEOUT_S = 0.5
-
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
@@ -47,36 +45,23 @@ class Elastic:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.processes is not None and self.processes < 1:
-            raise ConfigError(f"engine.processes={self.processes}: at least 1. Leave it out for the islands of the cluster.")
-        if self.devices < 1:
-            raise ConfigError(f"engine.devices={self.devices}: an island has at least 1. Leave it out for 1.")
-        if self.step_delay is not None and not self.step_delay >= 0:
-            raise ConfigError(f"engine.step_delay={self.step_delay}: it is 0 or more. Leave it out for no delay.")
-        if not self.quorum_timeout_s > 0 or not self.start_timeout_s >= 0:
-            raise ConfigError(
-                f"engine.quorum_timeout_s={self.quorum_timeout_s}, engine.start_timeout_s={self.start_timeout_s}: seconds, the "
-                f"first more than 0 and the second 0 or more."
-            )
-        if not self.heartbeat_timeout_s >= MIN_HEARTBEAT_TIMEOUT_S:
-            raise ConfigError(
-                f"engine.heartbeat_timeout_s={self.heartbeat_timeout_s}: at least {MIN_HEARTBEAT_TIMEOUT_S}, since islands send "
-                f"ten heartbeats a second. Leave it out for 1, or raise it for links that stall."
-            )
         host, port = self.host, self.listen.rpartition(":")[2]
-        if not host or ":" in host or not port.isdecimal() or int(port) >= 1 << 16:
-            raise ConfigError(
-                f"engine.listen={self.listen}: it is HOST:PORT over IPv4, such as 192.0.2.7:7000; port 0 is a free one."
-            )
-        if host == "0.0.0.0":
-            raise ConfigError(
-                f"engine.listen={self.listen}: islands connect to this address, so it must be one that this machine has, such as "
-                f"192.0.2.7, or its name."
-            )
-        if not self.max_delta_ratio > 1:
-            raise ConfigError(
-                f"engine.max_delta_ratio={self.max_delta_ratio}: more than 1. Use inf to refuse only non-finite deltas."
-            )
+        is_address = bool(host) and ":" not in host and port.isdecimal() and int(port) < 1 << 16
+        connects = "islands connect to this address, so it must be one that this machine has, such as 192.0.2.7, or its name"
+        stalls = "at least 0.5, since islands send ten heartbeats a second. Leave it out for 1, or raise it for links that stall"
+        for name, allowed, rule in (
+            ("processes", self.processes is None or self.processes >= 1, "at least 1. Leave it out for the islands of the cluster"),
+            ("devices", self.devices >= 1, "an island has at least 1. Leave it out for 1"),
+            ("step_delay", self.step_delay is None or self.step_delay >= 0, "it is 0 or more. Leave it out for no delay"),
+            ("quorum_timeout_s", self.quorum_timeout_s > 0, "seconds, more than 0"),
+            ("start_timeout_s", self.start_timeout_s >= 0, "seconds, 0 or more"),
+            ("heartbeat_timeout_s", self.heartbeat_timeout_s >= 0.5, stalls),
+            ("listen", is_address, "it is HOST:PORT over IPv4, such as 192.0.2.7:7000; port 0 is a free one"),
+            ("listen", host != "0.0.0.0", connects),
+            ("max_delta_ratio", self.max_delta_ratio > 1, "more than 1. Use inf to refuse only non-finite deltas"),
+        ):
+            if not allowed:
+                raise ConfigError(f"engine.{name}={getattr(self, name)}: {rule}.")
 
     @property
     def host(self) -> str:
@@ -122,17 +107,11 @@ def check_address(address: str) -> None:
 
 @dataclass(frozen=True)
 class JoinInfo:
-    """What a joiner fetches from the rendezvous.
+    """What a joiner fetches from the rendezvous."""
 
-    Attributes:
-        run: the Run, fitted to the planned islands.
-        spec: how it is carried out.
-        lighthouse: address of torchft's lighthouse.
-    """
-
-    run: Run
+    run: Run  # fitted to the planned islands
     spec: Elastic
-    lighthouse: str
+    lighthouse: str  # its address
 
     def to_text(self) -> str:
         return json.dumps({"run": to_json(self.run), "spec": asdict(self.spec), "lighthouse": self.lighthouse})

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import ConfigError
+from atoll.core.nested_trees import trees
 from atoll.core.protocols import Owner, fields_owned
-from atoll.core.pytree import trees
 
 _EPOCH_BITS = 32
 VERSION_LIMIT = 1 << _EPOCH_BITS
@@ -64,16 +64,11 @@ def attempt_epoch(names: Sequence[str], first: int) -> int:
 
 
 class HeldState(NamedTuple):
-    """The state that an island reports to hold.
+    """The state that an island reports to hold."""
 
-    Attributes:
-        position: round, epoch, and 1 if the island is in a round.
-        confirmed: whether the island took part in the commit of this state.
-    """
-
-    position: tuple[int, ...]
+    position: tuple[int, ...]  # round, epoch, and 1 if the island is in a round
     digest: int
-    confirmed: bool
+    confirmed: bool  # whether the island took part in the commit of this state
     has_folder: bool
 
 

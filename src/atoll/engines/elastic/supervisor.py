@@ -11,19 +11,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.errors import AtollError
-from atoll.core.events import Event, from_json
+from atoll.core.events import from_json
 from atoll.core.protocols import Sink
-from atoll.engines.driver import RunTask
-from atoll.engines.elastic.rendezvous import free_port, is_free
+from atoll.engines.elastic.rendezvous import free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.processes.launch import last_error
+from atoll.engines.run_driver import RunTask
 from atoll.runs.folder import RunFolder
+from atoll.telemetry.sinks import Fanout
 
 _POLL_S = 0.05
 _QUIET = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -68,27 +69,16 @@ class ProcessHooks:
 
 @dataclass
 class Child:
-    """A process that the supervisor keeps alive.
-
-    Attributes:
-        name: of it.
-        command: that starts it.
-        log: file of its output.
-        process: the present one.
-        starts: number of starts.
-        started_s: time of the last start.
-        early_deaths: in a row.
-        given_up: the reason why it is not restarted.
-    """
+    """A process that the supervisor keeps alive."""
 
     name: str
     command: Sequence[str]
-    log: Path
+    log: Path  # of its output
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
-    started_s: float = 0.0
-    early_deaths: int = 0
-    given_up: str = ""
+    started_s: float = 0.0  # the last time
+    early_deaths: int = 0  # in a row
+    given_up: str = ""  # the reason why it is not restarted
 
     def release(self) -> None:
         """Close the pipe to the present process. If it is still alive, it ends."""
@@ -101,12 +91,7 @@ class Child:
         with open(self.log, "ab") as log:
             # Its input is a pipe that the supervisor never writes to: it ends when the supervisor does, however that may be.
             self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**_QUIET, **os.environ},
+                self.command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env={**_QUIET, **os.environ}
             )
         self.starts += 1
         self.started_s = time.monotonic()
@@ -120,11 +105,8 @@ class Child:
         return self.process is not None and self.exit_code is None
 
     def restart(self, *, alone: bool) -> None:
-        """Restart the dead process, or give it up where a restart is of no use.
-
-        Args:
-            alone: no other island is alive that may have the state, though it does not answer at the moment.
-        """
+        """Restart the dead process, or give it up where a restart is of no use. `alone`: no other island is alive that may have the
+        state, though it does not answer at the moment."""
         code = self.exit_code
         if code != STATELESS or alone:
             self.early_deaths = self.early_deaths + 1 if time.monotonic() - self.started_s < _EARLY_S else 0
@@ -135,30 +117,27 @@ class Child:
 
 
 class Supervisor:
-    """Keeps the processes of an elastic run alive.
+    """Keeps the processes of an elastic run alive. Its spec has the number of islands and the port. The sink receives the events as
+    they appear in the log."""
 
-    Args:
-        task: the run. Its spec has the number of islands and the port.
-        sinks: receive the events as they appear in the log.
-        hooks: of a fault injector.
-    """
-
-    def __init__(self, task: RunTask, *, sinks: Sequence[Sink], hooks: ProcessHooks) -> None:
+    def __init__(self, task: RunTask, sink: Sink, hooks: ProcessHooks) -> None:
         spec = task.spec
         assert isinstance(spec, Elastic)
         self._folder, self._log, self._hooks = task.folder.path, task.log, hooks
         host = hooks.host or spec.host
         self.address = f"{host}:{spec.port or free_port(host)}"
         join_info = self._folder / "join_info.json"
-        lighthouse = _former_lighthouse(join_info, host) or f"{host}:{free_port(host)}"
+        # Islands of other machines look for the lighthouse where it was before.
+        former = JoinInfo.from_text(join_info.read_text("utf-8")).lighthouse if join_info.exists() else ":0"
+        former_host, _, port = former.rpartition(":")
+        lighthouse = f"{host}:{free_port(host, int(port) if former_host == host else 0)}"
         join_info.write_text(JoinInfo(task.run, spec, lighthouse).to_text(), "utf-8")
         self.rendezvous = self._child("lighthouse", "rendezvous", str(join_info), self.address)
-        self.islands = [self._island(number) for number in range(spec.processes or task.run.effective_cluster.islands)]
-        self._tail = LogTail(self._folder, [*sinks, *hooks.sinks])
-
-    def _island(self, number: int) -> Child:
-        name = island_name(number)
-        return self._child(name, "island", self.address, "--name", name, "--folder", str(self._folder))
+        self.islands = [
+            self._child(name, "island", self.address, "--name", name, "--folder", str(self._folder))
+            for name in map(island_name, range(spec.processes or task.run.effective_cluster.islands))
+        ]
+        self._tail = LogTail(self._folder, Fanout([sink, *hooks.sinks]))
 
     def _child(self, name: str, *arguments: str) -> Child:
         command = [sys.executable, "-m", "atoll", *arguments]
@@ -175,17 +154,15 @@ class Supervisor:
             IslandFailed: no island can be kept alive, or not the rendezvous; or all islands ended before the run was finished. All
                 processes have been stopped.
         """
-        with self._started():
+        try:
+            for child in self._children:
+                child.start()
             while not all(child.exit_code == 0 or child.given_up for child in self.islands):
-                for child in self._children:
-                    ended = child.exit_code is not None and (child.exit_code or child is self.rendezvous)
-                    if ended and not child.given_up:
-                        self._restart(child)
-                self._tail.follow()
-                running = {child.name: child.process for child in self._children if child.process is not None}
-                self._hooks.step(time.monotonic(), running)
+                self._step()
                 time.sleep(_POLL_S)
             self._tail.follow()
+        finally:
+            _stop(self._children)
         if not RunFolder(self._folder).finished:
             lost = "; ".join(f"{child.name}: {child.given_up}" for child in self.islands if child.given_up)
             raise IslandFailed(
@@ -193,8 +170,17 @@ class Supervisor:
                 f"{log_of(self._folder, 'island-*')}, then resume: atoll run --resume {self._folder}."
             )
 
+    def _step(self) -> None:
+        for child in self._children:
+            ended = child.exit_code is not None and (child.exit_code or child is self.rendezvous)
+            if ended and not child.given_up:
+                self._restart(child)
+        self._tail.follow()
+        self._hooks.step(time.monotonic(), {child.name: child.process for child in self._children if child.process is not None})
+
     def _restart(self, child: Child) -> None:
-        reason = _reason(child.exit_code or 0)
+        code = child.exit_code or 0
+        reason = f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         # An island that was started later looks for the state itself.
         child.restart(alone=not any(other.is_alive and other.started_s < child.started_s for other in self.islands))
         if not child.given_up:
@@ -203,24 +189,6 @@ class Supervisor:
             raise IslandFailed(f"{child.name} cannot be kept alive: {child.given_up}.")
         else:
             self._log(f"{child.name} cannot be kept alive, and the others go on without it: {child.given_up}")
-
-    @contextmanager
-    def _started(self) -> Iterator[None]:
-        try:
-            for child in self._children:
-                child.start()
-            yield
-        finally:
-            _stop(self._children)
-
-
-def _former_lighthouse(join_info: Path, host: str) -> str | None:
-    """The lighthouse's address of an earlier start: islands of other machines look for it there."""
-    if not join_info.exists():
-        return None
-    address = JoinInfo.from_text(join_info.read_text("utf-8")).lighthouse
-    before, _, port = address.rpartition(":")
-    return address if before == host and is_free(host, int(port)) else None
 
 
 def _stop(children: Sequence[Child]) -> None:
@@ -238,23 +206,18 @@ def _stop(children: Sequence[Child]) -> None:
         child.release()
 
 
-def _reason(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
 class LogTail:
     """Passes the events on that the leader appends to the run's log."""
 
-    def __init__(self, folder: Path, sinks: Sequence[Sink]) -> None:
-        self._path, self._sinks = RunFolder(folder).events, sinks
+    def __init__(self, folder: Path, sink: Sink) -> None:
+        self._path, self._sink = RunFolder(folder).events, sink
         self._at = self._path.stat().st_size if self._path.exists() else 0
 
     def follow(self) -> None:
         """Pass on new events."""
-        if not self._sinks or not self._path.exists():
+        if not self._path.exists():
             return
-        if self._path.stat().st_size < self._at:  # a resume truncated it
-            self._at = self._path.stat().st_size
+        self._at = min(self._at, self._path.stat().st_size)  # a resume may have truncated it
         with open(self._path, "rb") as file:
             file.seek(self._at)
             for line in file:
@@ -262,8 +225,4 @@ class LogTail:
                     break
                 self._at += len(line)
                 with suppress(ValueError):  # half a line, where the log was truncated and has grown since
-                    self._emit(from_json(line.decode()))
-
-    def _emit(self, event: Event) -> None:
-        for sink in self._sinks:
-            sink.emit(event)
+                    self._sink.emit(from_json(line.decode()))

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import ExchangeFailed
-from atoll.core.layout import shard_range
+from atoll.core.flat_tree import Tree, empty
+from atoll.core.layout import Layout, shard_range
 from atoll.engines.liveness import FailureAttribution
-from atoll.engines.processes.transport import BatchTransport, Group, PeerUnreachable, transport_for
+from atoll.engines.processes.point_to_point import BatchTransport, Group, PeerUnreachable, transport_for
 
 PIECE_BYTES = 1 << 20
 """gloo moves larger messages one way at a time, and messages of this size both ways at once. Between two ranks a piece is twice as
@@ -33,12 +34,10 @@ LOST = "it died, or its link is too slow"
 
 
 class GroupCollectives:
-    """The collectives of one process group.
+    """The collectives of one process group, which nothing else uses: two threads on one group receive each other's messages.
 
     Args:
-        group: used by nothing else: two threads on one group receive each other's messages.
         timeout_s: the most that one piece may take. It may change between two exchanges.
-        piece_bytes: the largest message.
         attribution: finds the rank that failed first; without it, an error names the rank that was missed here.
         names: what errors call the members; by default their rank in the group.
     """
@@ -82,10 +81,10 @@ class GroupCollectives:
     def all_gather_numbers(self, *numbers: float) -> list[list[float]]:
         """Every rank's numbers, in rank order."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        rows = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
-        self._finish(self._post(dict.fromkeys(self._others(), mine), {rank: rows[rank] for rank in self._others()}))
+        received = {rank: torch.empty_like(mine) for rank in self._others()}
+        self._finish(self._post(dict.fromkeys(received, mine), received))
         self.control_bytes += CONTROL_BYTES * len(numbers) * (self.size - 1)
-        return [row.tolist() for row in rows]
+        return [received.get(rank, mine).tolist() for rank in range(self.size)]
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, in rank order."""
@@ -94,7 +93,7 @@ class GroupCollectives:
         received = {rank: torch.empty(lengths[rank], dtype=torch.uint8) for rank in self._others()}
         self._finish(self._post(dict.fromkeys(self._others(), mine), received))
         self.control_bytes += len(mine) * (self.size - 1)
-        return [text if rank == self.rank else bytes(received[rank].tolist()).decode() for rank in range(self.size)]
+        return [text if rank == self.rank else received[rank].numpy().tobytes().decode() for rank in range(self.size)]
 
     def all_gather_surviving(self, *numbers: float, has_left: Callable[[int], bool]) -> list[list[float] | None]:
         """`all_gather_numbers` in a group whose members may leave unannounced: None in place of each that has.
@@ -185,6 +184,15 @@ class GroupCollectives:
 
         self._pipeline(steps())
         self.sent_bytes += (stop - start) * whole.element_size() * (self.size - 1)
+
+    def gather_slices(self, mine: Tree, layout: Layout) -> Tree:
+        """The whole tree, of which each rank holds a slice. It is no part of training: its bytes are not counted."""
+        sent_bytes = self.sent_bytes
+        whole = Tree(layout, empty(layout.numel, mine.flat.dtype, mine.flat.device))
+        whole.shard(self.rank, self.size).flat.copy_(mine.flat)
+        self.all_gather(whole.flat)
+        self.sent_bytes = sent_bytes
+        return whole
 
     def broadcast(self, whole: Tensor) -> None:
         """Copy rank 0's buffer to all ranks. The bytes are not counted: no algorithm sends them."""

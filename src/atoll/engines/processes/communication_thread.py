@@ -85,9 +85,13 @@ class CommunicationThread:
         """Call a function on the communication thread, and wait for it."""
         return self._submit(function).result()
 
+    def fulfil(self, request: Request[T]) -> T:
+        """Answer the request of a coroutine that the calling thread drives."""
+        return request.call() if request.waits else self.call(request.call)
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end in the calling thread. Its requests go to the communication thread."""
-        return _drive(coroutine, lambda request: request.call() if request.waits else self.call(request.call))
+        return _drive(coroutine, self.fulfil)
 
     def launch(self, coroutine: Coroutine[Any, Any, T]) -> BackgroundTask[T]:
         """Run a coroutine up to its first request here and now, and from there on the communication thread."""

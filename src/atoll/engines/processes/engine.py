@@ -18,19 +18,19 @@ from atoll.algorithms.zero import FSDP
 from atoll.core.errors import ExchangeFailed, TrainingDiverged
 from atoll.core.events import LimitSet, Progress, RunFinished
 from atoll.core.flat_tree import Tree
+from atoll.core.nested_trees import trees
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned, whole_steps
-from atoll.core.pytree import recycle, trees
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.checkpoints import CheckpointPart, PartLoader, ShardSlice
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.fsdp import FsdpDevice, ShardedModel
-from atoll.engines.processes.island_role import DeviceGroup, IslandRole, SingleDevice, UpdateCounter, check_sliceable, gather_slices
+from atoll.engines.processes.intra_island import DeviceGroup, IslandRole, UpdateCounter, check_sliceable, restored_state
 from atoll.engines.processes.peers import ProcessPeers
-from atoll.engines.processes.process_group import RankContext
-from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.replicated_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.processes.rank_context import RankContext
+from atoll.engines.processes.timed_replica import ProcessReplica
 from atoll.engines.round_record import EventAggregator, RoundRecord, WallClock, last_update
+from atoll.engines.state_ownership import donated, owned, pending_tokens, shared_fields
 from atoll.engines.training_setup import DataPositions, TrainingSetup, passed_multiple
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
@@ -41,15 +41,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSetup(TrainingSetup):
-    """What a rank trains. Only rank 0 evaluates and emits events; all ranks save together.
-
-    Attributes:
-        make_sharded: makes a model that FSDP2 shards over these devices, for inside=FSDP.
-        pause_s: sleeps this long for each batch besides, to emulate a slower machine.
-    """
+    """What a rank trains. Only rank 0 evaluates and emits events; all ranks save together."""
 
     make_sharded: Callable[[DeviceMesh], ShardedModel] | None = None
+    """Makes a model that FSDP2 shards over these devices, for inside=FSDP."""
     pause_s: float = 0.0
+    """The rank sleeps this long for each batch, to emulate a slower machine."""
 
 
 class StoreMessages:
@@ -67,40 +64,34 @@ class StoreMessages:
 
     def post_record(self, record: RoundRecord, round: int, steps: int, now_s: float) -> None:
         """A round is over. Rank 0 adds the rounds before it: ranks may still have to post this one's records."""
-        self._context.set(f"record/{round}/{self._context.rank}", record.to_json())
-        self._unread.append((round, steps, now_s))
-        self._add_rounds(up_to=1)
+        self._context.store.set(f"record/{round}/{self._context.rank}", record.to_json())
+        if self._context.is_rank_zero:
+            self.add_rounds()
+            self._unread.append((round, steps, now_s))
 
-    def add_all_rounds(self) -> None:
-        """Rank 0 brings the accounting up to date."""
-        self._add_rounds(up_to=0)
-
-    def _add_rounds(self, up_to: int) -> None:
-        while len(self._unread) > up_to:
-            round, steps, now_s = self._unread.pop(0)
-            if not self._context.is_rank_zero:
-                continue
+    def add_rounds(self) -> None:
+        """Rank 0 adds all rounds that it has not read."""
+        for round, steps, now_s in self._unread:
             keys = [f"record/{round}/{rank}" for rank in range(self._context.size)]
             records = [RoundRecord.from_json(self._context.get(key, of=rank)) for rank, key in enumerate(keys)]
             self._aggregator.add_round(records, steps, now_s)
             for key in keys:
-                self._context.delete(key)
+                self._context.store.delete_key(key)
+        self._unread.clear()
 
-    def run_on_rank_zero(self, round: int, action: Callable[[], None]) -> None:
-        """Rank 0 does something, and the other ranks wait here: the timeout of their next exchange does not allow for it."""
-        key = f"done/{round}"
+    def wait_for_rank_zero(self, round: int) -> None:
+        """The other ranks wait here until rank 0 has evaluated: the timeout of their next exchange does not allow for it."""
         if self._context.is_rank_zero:
-            action()
-            self._replace("done", key, "done")
+            self._replace("evaluated", str(round), "")
         else:
-            self._context.get(key, of=0)
+            self._context.get(f"evaluated/{round}", of=0)
 
     def compare_digests(self, round: int, digests: Sequence[str]) -> None:
         """Check that each device holds the same bits as its counterparts."""
-        context, key = self._context, f"digests/{round}/{self._context.device}"
-        self._replace("digests", f"{key}/{context.island}", " ".join(digests))
-        ranks = range(context.device, context.size, context.devices_per_island)
-        texts = [context.get(f"{key}/{island}", of=rank) for island, rank in enumerate(ranks)]
+        context = self._context
+        self._replace("digests", f"{round}/{context.rank}", " ".join(digests))
+        counterparts = range(context.device, context.size, context.devices_per_island)
+        texts = [context.get(f"digests/{round}/{rank}", of=rank) for rank in counterparts]
         diverged = [island for island, text in enumerate(texts) if text != texts[0]]
         if diverged:
             raise ExchangeFailed(
@@ -111,19 +102,14 @@ class StoreMessages:
 
     def _replace(self, kind: str, key: str, text: str) -> None:
         """Set a value and delete the last one of its kind: all ranks have read that, since they have exchanged a round since."""
-        before = self._keys.get(kind)
-        self._context.set(key, text)
-        self._keys[kind] = key
-        if before is not None and before != key:
-            self._context.delete(before)
+        self._context.store.set(f"{kind}/{key}", text)
+        before, self._keys[kind] = self._keys.get(kind, key), key
+        if before != key:
+            self._context.store.delete_key(f"{kind}/{before}")
 
 
 class ProcessEngine:
-    """Runs an algorithm as one of many ranks.
-
-    Args:
-        inside: the algorithm of the devices of an island; None if an island is one device.
-    """
+    """Runs an algorithm as one of many ranks. `inside` is the algorithm of the devices of an island; None if it is one device."""
 
     def __init__(
         self,
@@ -135,7 +121,7 @@ class ProcessEngine:
         timeout: ExchangeTimeout | None = None,
     ) -> None:
         self.algorithm, self.context, self.steps = algorithm, context, setup.steps
-        self.accounting = self._new_accounting(inside)
+        self.accounting = RunAccounting(context.islands, context.devices_per_island if inside is not None else 0, real=True)
         self.clock = WallClock()
         self.round = self.steps_taken = 0
         self._inside, self._layout, self._sink = inside, setup.params.layout, setup.sink
@@ -150,8 +136,8 @@ class ProcessEngine:
         self._positions = DataPositions(setup.batches)
         self._record, self._counter = RoundRecord(), UpdateCounter()
         self._assigned_steps = 0
-        model = self._make_model(setup)
-        self._thread = CommunicationThread(model.device)
+        self._model = self._make_model(setup)
+        self._thread = CommunicationThread(self._model.device)
         self.peers = ProcessPeers(
             context.counterparts,
             self._thread,
@@ -162,12 +148,9 @@ class ProcessEngine:
             on_exchange=self._record.exchanges.append,
             on_similarity=self._record.similarities.append,
         )
-        self._role = self._make_role(model, setup)
+        self._role = self._make_role(self._model, setup)
         self._state = algorithm.init(self._role.shard(setup.params).copy(), self.peers)
         self._load_held()
-
-    def _new_accounting(self, inside: Algorithm[Any] | None) -> RunAccounting:
-        return RunAccounting(self.context.islands, self.context.devices_per_island if inside is not None else 0, real=True)
 
     def _make_model(self, setup: ProcessSetup) -> LocalReplica | ShardedModel:
         if setup.make_sharded is None or not isinstance(self._inside, FSDP):
@@ -188,7 +171,7 @@ class ProcessEngine:
         on_computed = self._record.computed.append
         replica = ProcessReplica(model, clock=self.clock, on_computed=on_computed, pause_s=setup.pause_s, where=self._describe)
         if self._inside is None:
-            return SingleDevice(model, replica, self.context.rank)
+            return IslandRole(model, replica, f"replica-{self.context.rank}")
         timeout = ExchangeTimeout(self._timeout.fixed_s)
         return DeviceGroup(self._inside, model, replica, self.context, self._thread, setup.params, timeout=timeout, **common)
 
@@ -217,10 +200,6 @@ class ProcessEngine:
     def finished(self) -> bool:
         return self.steps_taken >= self.steps
 
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout.timeout_s
-
     def params(self) -> Tree:
         """The global weights. All ranks call this together."""
         if "params" in shared_fields(self._state):
@@ -230,11 +209,11 @@ class ProcessEngine:
         # Replicas hold the same weights, unless they look ahead, or the exchange or the module has a lower precision.
         if self.algorithm.held(self._state) is mine and all(piece.dtype == mine.flat.dtype for piece in self._layout.pieces):
             return self._whole_replica().params()
-        return gather_slices(self._thread, self.context.counterparts, mine, self._layout)
+        return self.peers.gather_slices(mine)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The module's buffers."""
-        return self._role.model.buffers()
+        return self._model.buffers()
 
     def close(self, *, wait: bool = True) -> None:
         """Close the communication thread. After a failure, do not wait for it: it may hang in an exchange."""
@@ -246,16 +225,11 @@ class ProcessEngine:
         before = self._state
         self._assigned_steps = 0
         # A round that fails ends the run: its State is never read again.
-        after = owned(self._thread.run(self.algorithm.round(donated(before, shared=True), self._role.replica(), self.peers)))
-        if self.peers.in_background:
-            raise ExchangeFailed(
-                f"rank {self.context.rank} leaves round {self.round} with a background exchange open. Await it within the round."
-            )
+        after = owned(self._thread.run(self.algorithm.round(donated(before, shared=True), self._role.replica, self.peers)))
         record = self._record
         read = self._role.committed_tokens(sum(span.tokens for span in record.computed))
         record.tokens = self._counter.count(last_update(record.exchanges), read, pending_tokens(after))
-        recycle([before, *self.peers.results], [after])
-        self.peers.results.clear()
+        self.peers.end_round(before, after, f"rank {self.context.rank} leaves round {self.round}")
         self._state = after
         if not after.params.is_finite():
             raise TrainingDiverged(
@@ -273,7 +247,7 @@ class ProcessEngine:
         if self._is_due(before, self._evaluate_every):
             self._run_evaluation()
         if self._save is not None and self._is_due(before, self._save_every):
-            self._messages.add_all_rounds()
+            self._messages.add_rounds()
             self._compare_digests()
             self._save(self)
             self._timeout.restart()
@@ -283,14 +257,12 @@ class ProcessEngine:
         return self.finished or passed_multiple(before, self.steps_taken, rounds * self.algorithm.steps_per_round)
 
     def _run_evaluation(self) -> None:
-        self._messages.add_all_rounds()
+        self._messages.add_rounds()
         params = self.params()
-
-        def evaluate() -> None:
-            metrics = self._evaluate(params, self.buffers())
+        if self.context.is_rank_zero:
+            metrics = self._evaluate(params, self._model.buffers())
             self._sink.emit(self.accounting.evaluated(metrics, self.clock.now_s()))
-
-        self._messages.run_on_rank_zero(self.round, evaluate)
+        self._messages.wait_for_rank_zero(self.round)
         self._timeout.restart()
 
     def _compare_digests(self) -> None:
@@ -301,21 +273,21 @@ class ProcessEngine:
 
     def _whole_replica(self) -> LocalReplica:
         """This rank's replica, which holds the whole weights."""
-        assert isinstance(self._role, SingleDevice), "an algorithm that keeps weights in replicas has islands of one device"
-        return self._role.model
+        assert self._inside is None, "an algorithm that keeps weights in replicas has islands of one device"
+        assert isinstance(self._model, LocalReplica)
+        return self._model
 
     def _load_held(self) -> None:
         """Load the gathered weights into a replica that keeps them from round to round."""
         if isinstance(self.algorithm, HoldsWeights):
-            mine = self.algorithm.held(self._state)
-            self._whole_replica().load(gather_slices(self._thread, self.context.counterparts, mine, self._layout))
+            self._whole_replica().load(self.peers.gather_slices(self.algorithm.held(self._state)))
 
     # ------------------------------------------------------------------------------------------------------- during a round
 
     def _assign_work(self, steps: int, batches: int, pieces: int) -> Work:
         schedule = self.steps_taken + self._assigned_steps
         self._assigned_steps += steps
-        if isinstance(self._role, SingleDevice):
+        if self._inside is None:
             return self._assign_batches(batches, pieces, schedule)
         first = self.context.island * self.context.devices_per_island
         examples = self._positions.examples(range(first, first + self.context.devices_per_island))
@@ -335,7 +307,7 @@ class ProcessEngine:
         """Called before each step. Never asks to stop."""
         if self.context.is_rank_zero and time.monotonic() - self._progress_s > _PROGRESS_S:
             self._progress_s = time.monotonic()
-            done = min(self.steps, self._role.model.steps_taken)
+            done = min(self.steps, self._model.steps_taken)
             self._sink.emit(Progress(phase="training", done=done, total=self.steps))
         return False
 
@@ -362,7 +334,7 @@ class ProcessEngine:
             f"read-{rank}": CheckpointPart({"position": position}),
             "shared": CheckpointPart(shared_fields(self._state), across_devices),
             "sharded": CheckpointPart(fields_owned(self._state, Owner.SHARDED), across_islands),
-            f"own-{rank}": CheckpointPart({**self._counter.state(), "state": fields_owned(self._state, Owner.OWN)}),
+            f"own-{rank}": CheckpointPart({**vars(self._counter), "state": fields_owned(self._state, Owner.OWN)}),
             **self._role.parts(),
         }
 
@@ -371,31 +343,30 @@ class ProcessEngine:
         self.round, self.steps_taken = metadata["round"], metadata["steps"]
         self._start_s = metadata["wall_time_s"]
         self._restore_accounting(metadata)
-        here = self.parts()
-        state = {name: load(name, here[name]) for name in ("shared", "sharded")}
-        own = load(f"own-{self.context.rank}", here[f"own-{self.context.rank}"])
-        if own is not None:
-            self._counter.restore(own)
-        self._restore_positions(metadata, load)
-        fields = {**state["shared"], **(state["sharded"] or {}), **(own["state"] if own is not None else {})}
-        self._state = with_shared(self._state, trees_to_device(fields, self._role.model.device))
+        self._restore_positions(metadata["positions"], load)
+        here, own = self.parts(), f"own-{self.context.rank}"
+        saved = load(own, here[own])
+        if saved is not None:
+            self._counter.restore(saved)
+        parts = [load(name, here[name]) for name in ("shared", "sharded")]
+        self._state = restored_state(self._state, parts, saved, self._model.device)
         self._role.restore(load)
         self._load_held()
 
-    def _restore_positions(self, metadata: Mapping[str, Any], load: PartLoader) -> None:
+    def _restore_accounting(self, metadata: Mapping[str, Any]) -> None:
+        """Islands that are gone are dropped, and new ones start at zero."""
+        ledgers, device_ledgers = self.accounting.ledgers, self.accounting.device_ledgers
+        self.accounting.from_parts(metadata)
+        self.accounting.ledgers = _resized(self.accounting.ledgers, ledgers)
+        self.accounting.device_ledgers = _resized(self.accounting.device_ledgers, device_ledgers)
+
+    def _restore_positions(self, saved: Sequence[tuple[int, int]], load: PartLoader) -> None:
         """The position in each shard is its first reader's; without a reader, the one that rank 0 saved."""
-        self._positions.from_parts(metadata["positions"])
-        for shard in range(len(self._positions.positions)):
+        self._positions.from_parts(saved)
+        for shard in range(len(saved)):
             read = load(f"read-{shard}", CheckpointPart({"position": (0, 1)}))
             if read is not None:
                 self._positions.set(shard, read["position"])
-
-    def _restore_accounting(self, metadata: Mapping[str, Any]) -> None:
-        """Islands that are gone are dropped, and new ones start at zero."""
-        fresh = self._new_accounting(self._inside)
-        self.accounting.from_parts(metadata)
-        self.accounting.ledgers = _resized(self.accounting.ledgers, fresh.ledgers)
-        self.accounting.device_ledgers = _resized(self.accounting.device_ledgers, fresh.device_ledgers)
 
 
 def _resized(saved: Sequence[T], fresh: Sequence[T]) -> list[T]:

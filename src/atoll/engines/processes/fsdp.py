@@ -24,21 +24,21 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from atoll.algorithms.zero import FSDP
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.flat_tree import Tree, empty
-from atoll.core.protocols import Replica, Work, Workload
+from atoll.core.protocols import Work, Workload
 from atoll.engines.accounting import ComputeSpan
 from atoll.engines.processes.collectives import LOST
-from atoll.engines.processes.island_role import OwnPartRole
-from atoll.engines.processes.process_group import RankContext
+from atoll.engines.processes.intra_island import IslandRole
+from atoll.engines.processes.rank_context import RankContext
 from atoll.engines.round_record import RoundRecord, WallClock
 from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.optim.schedules import at
-from atoll.replica.flat_parameters import ModuleWeights, copy_buffers, persistent_buffers
+from atoll.replica.flat_parameters import ModuleWeights, copy_buffers, local, persistent_buffers
 from atoll.replica.forward_backward import Loss, to_device
 from atoll.replica.local_replica import torch_optimizer
 
 
 class ShardedModel:
-    """A module that FSDP2 shards, and torch's optimizer for it. An IslandModel.
+    """A module that FSDP2 shards, and torch's optimizer for it.
 
     Args:
         algorithm: its settings: optimizer, clipping, accumulation.
@@ -57,7 +57,15 @@ class ShardedModel:
         loss: Loss | None = None,
         seed: int = 0,
     ) -> None:
-        _check(algorithm)
+        if algorithm.weigh == "tokens":
+            raise ConfigError(
+                "inside=FSDP with weigh=tokens: FSDP2 takes the plain mean over devices. Use weigh=batches, or ZeRO1."
+            )
+        if algorithm.wire != "own" or algorithm.sums != "own":
+            raise ConfigError(
+                f"inside=FSDP with wire={algorithm.wire} and sums={algorithm.sums}: FSDP2 has its own precisions. Leave both at "
+                f"own, use train.precision=bf16, or ZeRO1."
+            )
         self.cancelled: Callable[[], bool] = lambda: False
         """Called before each step, as that of a LocalReplica."""
         self._random = torch.Generator().manual_seed(seed).get_state()
@@ -124,7 +132,9 @@ class ShardedModel:
     def state(self) -> dict[str, Any]:
         """This device's rows of the optimizer state, by parameter; and the module's buffers."""
         states = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters()]
-        moments = [{name: _local(value) for name, value in state.items()} for state in states]
+        moments = [
+            {name: local(value) if isinstance(value, Tensor) else value for name, value in state.items()} for state in states
+        ]
         return {"optimizer": moments, "random": self._random, "buffers": self.buffers(), "steps": self.steps_taken}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -136,14 +146,10 @@ class ShardedModel:
         copy_buffers(self.module, state["buffers"])
 
 
-class FsdpDevice(OwnPartRole, TrainingOnlyReplica):
-    """One device of an island that FSDP2 trains. An IslandRole, and the Replica that it trains.
+class FsdpDevice(IslandRole, TrainingOnlyReplica):
+    """One device of an island that FSDP2 trains. An IslandRole, and the Replica that it trains. Arguments as of DeviceGroup."""
 
-    Args:
-        assign: assigns batches, in pieces, at a position of the schedule.
-    """
-
-    model: ShardedModel
+    _model: ShardedModel
 
     def __init__(
         self,
@@ -156,34 +162,31 @@ class FsdpDevice(OwnPartRole, TrainingOnlyReplica):
         clock: WallClock,
         pause_s: float = 0.0,
     ) -> None:
-        super().__init__(model, f"device-{context.rank}")
+        super().__init__(model, self, f"device-{context.rank}")
         self._assign, self._record, self._clock, self._pause_s = assign, record, clock, pause_s
         model.weights.write(self.shard(params))
 
-    def replica(self) -> Replica:
-        return self
-
     def shard(self, params: Tree) -> Tree:
-        layout = self.model.weights.layout
+        layout = self._model.weights.layout
         flat = empty(layout.numel, params.flat.dtype, params.flat.device)
         for piece, start in zip(layout.pieces, layout.offsets.values(), strict=True):
             flat[start : start + piece.count] = params[piece.name].reshape(-1)[piece.start : piece.start + piece.count]
         return Tree(layout, flat)
 
     def gather(self, shard: Tree) -> Tree:
-        return self.model.gather(shard)
+        return self._model.gather(shard)
 
     def load(self, params: Tree) -> None:
-        self.model.weights.write(params)
+        self._model.weights.write(params)
 
     def params(self) -> Tree:
-        weights = self.model.weights
+        weights = self._model.weights
         return Tree.borrowed_from(weights.layout, lambda: weights.read().flat)
 
     async def train(self, steps: int, work: Work) -> None:
         start_s, losses, tokens = self._clock.now_s(), [], 0
         for schedule in range(work.schedule, work.schedule + steps):
-            loss, read = self.model.step(partial(self._assign, 1, 1, schedule), schedule)
+            loss, read = self._model.step(partial(self._assign, 1, 1, schedule), schedule)
             losses.append(loss)
             tokens += read
         if not all(map(math.isfinite, losses)):
@@ -191,22 +194,12 @@ class FsdpDevice(OwnPartRole, TrainingOnlyReplica):
                 f"a loss is not finite within {steps} inner steps. The run stops; the last checkpoint is valid. Lower the learning "
                 f"rate, set train.clip_norm, or look at this island's data."
             )
-        batches = steps * self.model.batches_per_step
+        batches = steps * self._model.batches_per_step
         if self._pause_s:
             time.sleep(self._pause_s * batches)
         self._record.island_updates += steps
         loss, end_s = math.fsum(losses) / steps, self._clock.now_s()
         self._record.computed.append(ComputeSpan(start_s, end_s, 0, float(batches), [loss], tokens))
-
-
-def _check(algorithm: FSDP) -> None:
-    if algorithm.weigh == "tokens":
-        raise ConfigError("inside=FSDP with weigh=tokens: FSDP2 takes the plain mean over devices. Use weigh=batches, or ZeRO1.")
-    if algorithm.wire != "own" or algorithm.sums != "own":
-        raise ConfigError(
-            f"inside=FSDP with wire={algorithm.wire} and sums={algorithm.sums}: FSDP2 has its own precisions. Leave both at own, "
-            f"use train.precision=bf16, or ZeRO1."
-        )
 
 
 @contextmanager
@@ -222,11 +215,6 @@ def _lost_device(mesh: DeviceMesh) -> Iterator[None]:
             f"rank {dist.get_rank()} lost a device of its island, one of ranks {ranks}, in an FSDP2 exchange: {LOST} for the "
             f"timeout of its group. What was saved before this round is valid. ({error})"
         ) from error
-
-
-def _local(value: Any) -> Any:
-    """This device's rows of a moment."""
-    return value.to_local().detach() if isinstance(value, DTensor) else value
 
 
 def _sharded_like(parameter: Tensor, value: Any) -> Any:

@@ -20,11 +20,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.engines.driver import Result, RunRequest
 from atoll.engines.liveness import PEER_MISSING
-from atoll.engines.processes.process_group import started_by_torchrun, torchrun_world_size
 from atoll.engines.processes.rank import rank_log_path, run_rank
 from atoll.engines.processes.spec import Processes
+from atoll.engines.run_driver import Result, RunRequest
 
 _SHUTDOWN_S = 5
 """The agent kills processes this long after it has asked them to end; newer versions of torch take it as a setting."""
@@ -38,9 +37,10 @@ class ProcessFailed(AtollError):
 def start(request: RunRequest) -> Result | None:
     """Be one rank where torchrun started this process; else start all ranks on this machine and wait for them."""
     spec = request.spec
-    if started_by_torchrun():
-        if isinstance(spec, Processes) and spec.processes not in (None, torchrun_world_size()):
-            raise ConfigError(f"--processes {spec.processes}, but torchrun started {torchrun_world_size()}. Leave out --processes.")
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # torchrun, or a launcher with the same variables, started this process
+        started = int(os.environ["WORLD_SIZE"])
+        if isinstance(spec, Processes) and spec.processes not in (None, started):
+            raise ConfigError(f"--processes {spec.processes}, but torchrun started {started}. Leave out --processes.")
         return run_rank(request)
     if request.run is not None:
         _refuse_own_objects(request)
@@ -101,7 +101,7 @@ def _on_this_machine() -> Iterator[None]:
     torch's loggers are restored afterwards."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     levels, environment = [logger.level for logger in loggers], os.environ.copy()
-    handlers = {number: signal.getsignal(number) for number in _HANDLED}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)  # this module reports failures itself
     # gloo listens on the address of the machine's name, which need not be this machine's.
@@ -116,9 +116,6 @@ def _on_this_machine() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-
-
-_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def why(failures: Mapping[int, ProcessFailure], folder: Path) -> str:

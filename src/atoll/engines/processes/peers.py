@@ -12,6 +12,7 @@ import torch
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
+from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Mean, Scattered, Work
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.collectives import GroupCollectives
@@ -24,11 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Outcome(Generic[T]):
-    """The result of an exchange, the sum of the weights, and the ranks whose tree was not finite."""
+    """The result of an exchange."""
 
     result: T
-    weight: float = 0.0
-    nonfinite: tuple[int, ...] = ()
+    weight: float = 0.0  # the sum of the ranks' weights
+    nonfinite: tuple[int, ...] = ()  # ranks whose tree was not finite
 
 
 class ProcessPeers:
@@ -36,7 +37,7 @@ class ProcessPeers:
 
     Args:
         assign: assigns work: steps, batches, pieces.
-        timeout: of exchanges; it is told how long they take.
+        timeout: of exchanges; by default the group's own.
         on_similarity: takes the inner products of compared trees; without it, nothing is compared.
     """
 
@@ -53,7 +54,7 @@ class ProcessPeers:
         on_similarity: Callable[[DeltaSimilarity], object] | None = None,
     ) -> None:
         self._group, self._thread, self._assign, self._layout = group, thread, assign, layout
-        self._clock, self._timeout = clock or WallClock(), timeout
+        self._clock, self._timeout = clock or WallClock(), timeout or ExchangeTimeout(group.timeout_s)
         self._on_exchange, self._on_similarity = on_exchange, on_similarity
         self._computing_thread = threading.current_thread()
         self._launching = False
@@ -93,10 +94,10 @@ class ProcessPeers:
         products = torch.zeros(self.size, self.size, dtype=torch.float64) if compare and self._on_similarity is not None else None
         self._group.reduce_scatter(whole.flat, weights, inner_products=products, divide_by=total)
         self._group.all_gather(whole.flat)
-        value = self._recycled_later(whole)
+        self.results.append(whole)
         if products is not None and self._on_similarity is not None:
             self._on_similarity(DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights)))
-        return _Outcome(Mean(value, total, True, not nonfinite), total, nonfinite)
+        return _Outcome(Mean(whole, total, True, not nonfinite), total, nonfinite)
 
     async def reduce_scatter(
         self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
@@ -119,9 +120,9 @@ class ProcessPeers:
         return [row[0] for row in rows], tuple(rank for rank, row in enumerate(rows) if not row[1])
 
     async def all_gather(self, shard: Tree) -> Tree:
-        return await self._exchange("all_gather", lambda: _Outcome(self._recycled_later(self._all_gather(shard))))
+        return await self._exchange("all_gather", lambda: self._all_gather(shard))
 
-    def _all_gather(self, shard: Tree) -> Tree:
+    def _all_gather(self, shard: Tree) -> _Outcome[Tree]:
         buffer, self._buffer = self._buffer, None
         if buffer is None or buffer.flat.dtype != shard.flat.dtype:
             flat = shard.flat
@@ -130,15 +131,26 @@ class ProcessPeers:
         if mine.data_ptr() != shard.flat.data_ptr():
             mine.copy_(shard.flat)
         self._group.all_gather(buffer.flat)
-        return buffer
+        self.results.append(buffer)
+        return _Outcome(buffer)
 
     async def total(self, number: float) -> float:
         return await self._exchange("total", lambda: _Outcome(float(sum(row[0] for row in self._group.all_gather_numbers(number)))))
 
-    def _recycled_later(self, tree: Tree) -> Tree:
-        """A result of an exchange, whose buffer is free once the round is over."""
-        self.results.append(tree)
-        return tree
+    def gather_slices(self, shard: Tree) -> Tree:
+        """The whole tree, of which each rank holds a slice. It is no part of training: its bytes are not counted."""
+        return self._thread.call(lambda: self._group.gather_slices(shard, self._layout))
+
+    def end_round(self, before: Any, after: Any, which: str) -> None:
+        """A round has led from one State to another. Refuses a round that leaves an exchange open; `which` names it."""
+        if self.in_background:
+            raise ExchangeFailed(f"{which} with a background exchange open. Await it within the round.")
+        self.recycle(before, after)
+
+    def recycle(self, before: Any, after: Any) -> None:
+        """Recycle the buffers of the old State and of the results of exchanges, except those that the new State holds."""
+        recycle([before, *self.results], [after])
+        self.results.clear()
 
     def background(self, coroutine: Coroutine[Any, Any, T], /) -> BackgroundTask[T]:
         if self.in_background:
@@ -162,12 +174,10 @@ class ProcessPeers:
 
         def timed() -> T:
             sent, control = group.sent_bytes, group.control_bytes
-            if self._timeout is not None:
-                group.timeout_s = self._timeout.start()
+            group.timeout_s = self._timeout.start()
             outcome = call()
             end_s = self._clock.now_s()
-            if self._timeout is not None:
-                self._timeout.finish()
+            self._timeout.finish()
             counted = group.sent_bytes - sent, group.control_bytes - control
             record = ExchangeRecord(what, arrived_s, end_s, *counted, outcome.weight, background, outcome.nonfinite)
             unusable = record.makes_update and (bool(outcome.nonfinite) or outcome.weight == 0)

@@ -11,12 +11,12 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,23 +31,17 @@ from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
 from atoll.engines.checkpoints import Checkpoint
-from atoll.engines.driver import Driver, Prepared, Result, RunRequest, RunTask, digest_without_islands
 from atoll.engines.liveness import ExchangeTimeout, exit_with, recorded_exit_reason
 from atoll.engines.processes.engine import ProcessEngine, ProcessSetup
 from atoll.engines.processes.fsdp import ShardedModel
-from atoll.engines.processes.process_group import (
-    RankContext,
-    create_context,
-    init_process_group,
-    torchrun_rank,
-    torchrun_world_size,
-)
+from atoll.engines.processes.point_to_point import first_sentence
+from atoll.engines.processes.rank_context import RankContext, create_context
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.engines.processes.spec import Processes, gpu_of_rank
-from atoll.engines.processes.transport import first_sentence
+from atoll.engines.run_driver import Driver, Prepared, Result, RunRequest, RunTask, digest_without_islands
 from atoll.engines.spec import read_spec
 from atoll.engines.training_setup import loss_of, replica_of, replica_seed
-from atoll.engines.warm_start import WarmStart
+from atoll.engines.warm_start_training import WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
 from atoll.replica.master_weights import initial_weights
@@ -63,7 +57,7 @@ def run_rank(request: RunRequest) -> Result | None:
     timeout_s = _start_timeout_s(request)
     held = ExitStack()
     try:
-        store, rank, size = _rendezvous(timeout_s)
+        store, rank, size = join_ranks(timeout_s)
         if rank == 0:
             plan, task = _publish_plan(store, request, size, held)
         else:
@@ -73,21 +67,22 @@ def run_rank(request: RunRequest) -> Result | None:
             task = RunTask(run=plan.run, spec=plan.spec, folder=folder, workload=request.workload)
     except Exception as error:
         exit_with(error)
+    run, spec = plan.run, plan.spec
     with open_rank_log(task.folder.path, rank) as log, held, recorded_exit_reason(store, rank, size):
         if plan.finished:
             dist.destroy_process_group()
             return task.reopen() if rank == 0 else None
         device = _choose_device(plan)  # before a process group initialises another GPU
-        torch.set_num_threads(plan.run.cluster.threads_per_island)
-        limit = ExchangeTimeout(plan.spec.exchange_timeout_s)
-        log.write(
-            f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s), {device}"
+        torch.set_num_threads(run.cluster.threads_per_island)
+        limit = ExchangeTimeout(spec.exchange_timeout_s)
+        log(f"rank {rank} of {size} on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s), {device}")
+        log(f"timeouts: {spec.start_timeout_s:g} s outside of rounds; {limit.timeout_s:g} s for an exchange ({limit.reason})")
+        inside = run.inside is not None
+        devices = run.cluster.devices_per_island if inside else 1
+        context = create_context(
+            store, rank, size, devices=devices, inside=inside, backend=spec.backend, start_limit_s=spec.start_timeout_s
         )
-        log.write(
-            f"timeouts: {plan.spec.start_timeout_s:g} s outside of rounds; {limit.timeout_s:g} s for an exchange ({limit.reason})"
-        )
-        context = _join(plan, store, rank, size)
-        result = RankDriver(task, plan.spec, context, device, log, limit).carry_out()
+        result = RankDriver(task, spec, context, device, log, limit).carry_out()
         context.barrier()
         context.close()
         return result
@@ -108,19 +103,13 @@ def rank_log_path(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank-{rank}.log"
 
 
-class RankLog:
-    """The log of one rank."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def write(self, text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=self._file, flush=True)
+Log = Callable[[str], object]
 
 
 @contextmanager
-def open_rank_log(folder: Path, rank: int) -> Iterator[RankLog]:
-    """The rank's log, which also takes what ranks other than rank 0 print. A rank that fails writes why and exits at once."""
+def open_rank_log(folder: Path, rank: int) -> Iterator[Log]:
+    """A function that appends a line to the rank's log, which also takes what ranks other than rank 0 print. A rank that fails
+    writes why and exits at once."""
     path = rank_log_path(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
@@ -128,7 +117,7 @@ def open_rank_log(folder: Path, rank: int) -> Iterator[RankLog]:
         for number in console:
             os.dup2(file.fileno(), number)
         try:
-            yield RankLog(file)
+            yield lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=file, flush=True)
         except BaseException as error:
             exit_with(error, file)
         finally:
@@ -143,16 +132,9 @@ def open_rank_log(folder: Path, rank: int) -> Iterator[RankLog]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What all ranks are to do, as rank 0 publishes it.
+    """What all ranks are to do, as rank 0 publishes it."""
 
-    Attributes:
-        run: the Run, fitted to the number of processes.
-        spec: how.
-        folder: of the run.
-        finished: nothing is left to do.
-    """
-
-    run: Run
+    run: Run  # fitted to the number of processes
     spec: Processes
     folder: Path
     finished: bool = False
@@ -168,7 +150,7 @@ class RunPlan:
 
 
 def _publish_plan(store: Store, request: RunRequest, size: int, held: ExitStack) -> tuple[RunPlan, RunTask]:
-    """On rank 0: open the run's folder, hold it, and tell the other ranks what to do, or why the run is refused."""
+    """On rank 0: open the run's folder, hold it, and publish what the ranks are to do, or why the run is refused."""
     try:
         if request.spec is not None:
             assert isinstance(request.spec, Processes)
@@ -209,19 +191,26 @@ def _read_plan(store: Store, rank: int) -> RunPlan:
     return plan
 
 
-def _rendezvous(timeout_s: float) -> tuple[Store, int, int]:
-    """Wait until all ranks are there, by the variables that torchrun set. Returns the store, this rank, and how many there are."""
+def join_ranks(timeout_s: float) -> tuple[Store, int, int]:
+    """Wait until all ranks have started, by the variables that torchrun set, and initialise the process group of all ranks.
+
+    Returns:
+        A store that all ranks see, this rank, and the number of ranks. The timeout holds for the store and the group.
+    """
+    timeout = timedelta(seconds=timeout_s)
     try:
-        found, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        found, rank, size = next(rendezvous("env://", timeout=timeout))
     except RuntimeError as error:
         raise ExchangeFailed(
-            f"rank {torchrun_rank()} of {torchrun_world_size()} did not find all others within {timeout_s:g} s. See that all "
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not find all others within {timeout_s:g} s. See that all "
             f"were started, that they reach rank 0's machine and have its address; or raise engine.start_timeout_s. "
             f"({first_sentence(str(error))})"
         ) from error
-    # It is kept until all ranks are there: where rank 0 hosts the store itself, both are one.
-    wait_for_all(PrefixStore("atoll", found), rank, size, timeout_s)
-    return init_process_group(timeout_s)
+    store = PrefixStore("atoll", found)
+    wait_for_all(store, rank, size, timeout_s)
+    found.set_timeout(timeout)
+    dist.init_process_group("gloo", store=PrefixStore("torch", found), rank=rank, world_size=size, timeout=timeout)
+    return store, rank, size
 
 
 def wait_for_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
@@ -257,28 +246,13 @@ def _choose_device(plan: RunPlan) -> str:
     return f"cuda:{number}"
 
 
-def _join(plan: RunPlan, store: Store, rank: int, size: int) -> RankContext:
-    inside, cluster = plan.run.inside is not None, plan.run.cluster
-    return create_context(
-        store,
-        rank,
-        size,
-        devices=cluster.devices_per_island if inside else 1,
-        inside=inside,
-        backend=plan.spec.backend,
-        start_limit_s=plan.spec.start_timeout_s,
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------------ the driver
 
 
 class RankDriver(Driver):
     """Carries out one rank's part of a run."""
 
-    def __init__(
-        self, task: RunTask, spec: Processes, context: RankContext, device: str, log: RankLog, limit: ExchangeTimeout
-    ) -> None:
+    def __init__(self, task: RunTask, spec: Processes, context: RankContext, device: str, log: Log, limit: ExchangeTimeout) -> None:
         super().__init__(task)
         self.leads = context.is_rank_zero
         self._spec, self._context, self._device, self._log, self._limit = spec, context, device, log, limit
@@ -289,30 +263,26 @@ class RankDriver(Driver):
 
     def prepare(self, sink: Sink, checkpoint: Checkpoint | None) -> Prepared:
         prepared = super().prepare(sink, checkpoint)
-        self._context.check_equal("data", str(prepared.origin["data"]), "data")
+        others = self._context.differing_ranks("data", str(prepared.origin["data"]))
+        if others:
+            raise ConfigError(f"ranks {others} have data that differ from rank 0's. All ranks need the same: copy it there.")
         return prepared
 
     def make_warm_start(self, plain: Workload, sink: Sink, *, resuming: bool) -> WarmStart:
-        """Rank 0 makes the warm start and broadcasts it. A resumed run takes its weights from the checkpoint, and needs the warm
-        start's only if its data are partitioned by them."""
+        """Rank 0 makes the warm start and broadcasts it, unless all ranks computed the same weights. A resumed run takes its
+        weights from the checkpoint, and needs the warm start's only if its data are partitioned by them."""
         context = self._context
         if context.is_rank_zero:
             warm = super().make_warm_start(plain, sink, resuming=resuming)
-            context.set("warm", json.dumps([warm.tokens, repr(warm.loss)]))
+            context.store.set("warm", json.dumps([warm.tokens, repr(warm.loss)]))
         else:
             tokens, loss = json.loads(context.get("warm", of=0))
             warm = WarmStart(initial_weights(plain, self._device, dtype_of(self.run)), tokens, float(loss))
         by_weights = self.task.workload is None and partitioned_by_weights(self.run)
-        return self._broadcast(warm) if by_weights or not resuming else warm
-
-    def _broadcast(self, warm: WarmStart) -> WarmStart:
-        """Rank 0's weights. Initial weights need no broadcast if all ranks computed the same."""
-        context = self._context
-        context.set(f"begin/{context.rank}", warm.params.digest())
-        if any(context.get(f"begin/{rank}", of=rank) != context.get("begin/0", of=0) for rank in range(context.size)):
+        if (by_weights or not resuming) and context.differing_ranks("begin", warm.params.digest()):
             mine = Tree(warm.params.layout, warm.params.flat.cpu().clone())
             context.all_ranks.broadcast(mine.flat)
-            self._log.write(f"rank 0 broadcast its weights: {mine.flat.nbytes} bytes to each rank")
+            self._log(f"rank 0 broadcast its weights: {mine.flat.nbytes} bytes to each rank")
             warm = replace(warm, params=mine.to(warm.params.flat.device))
         return warm
 
@@ -343,7 +313,7 @@ class RankDriver(Driver):
 
     def write_checkpoint(self, engine: ProcessEngine, metadata: Mapping[str, Any]) -> None:
         self.checkpoints.save(engine.round, engine.parts(), {**metadata, "engine": engine.metadata()})
-        self._log.write(f"saved round {engine.round}; an exchange may take {engine.timeout_s:g} s")
+        self._log(f"saved round {engine.round}; an exchange may take {self._limit.timeout_s:g} s")
 
     def trained(self, engine: ProcessEngine) -> tuple[Tree, Mapping[str, Tensor]]:
         return engine.params(), engine.buffers()

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -31,13 +31,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from atoll.core.errors import CheckpointError, ExchangeFailed
+from atoll.core.errors import CheckpointError
 from atoll.core.flat_tree import Tree
-from atoll.core.pytree import leaves
+from atoll.core.nested_trees import leaves
 from atoll.core.serialization import Packed, layout_to_json, pack, unpack
 from atoll.engines.checkpoints import Checkpoint, CheckpointPart, Checkpoints, PartLoader, ShardSlice
-from atoll.engines.processes.collectives import LOST
-from atoll.engines.processes.process_group import RankContext
+from atoll.engines.processes.rank_context import RankContext
 
 _INDEX = ".metadata"
 Lengths = Mapping[str, Mapping[str, int]]
@@ -45,41 +44,31 @@ Lengths = Mapping[str, Mapping[str, int]]
 
 
 class ShardedCheckpoints:
-    """The checkpoints of a run on several ranks. All ranks call the same methods at the same time.
-
-    Args:
-        folder: of the checkpoints, on this machine.
-        keep: number of checkpoints that are kept.
-        context: this rank and its process groups.
-    """
+    """The newest `keep` checkpoints of a run on several ranks, in a folder of this machine. All ranks call the same methods at the
+    same time."""
 
     def __init__(self, folder: Path, keep: int, context: RankContext) -> None:
         self._store, self._context = Checkpoints(folder, keep), context
-        self._writer = self._find_writer(folder)
-        self._separate_disks = any(writer for (writer,) in context.all_ranks.all_gather_numbers(float(self._writer)))
-        """Whether some machines do not see rank 0's files."""
-
-    def _find_writer(self, folder: Path) -> int:
-        """The lowest rank that sees the same files as this one. It creates, seals and renames the folders."""
         folder.mkdir(parents=True, exist_ok=True)
         for remains in folder.glob(".seen-by-*"):  # of processes that were killed in this method
             remains.unlink(missing_ok=True)
-        self._context.barrier()
-        mark = folder / f".seen-by-{self._context.rank}"
+        context.barrier()
+        mark = folder / f".seen-by-{context.rank}"
         mark.touch()
-        self._context.barrier()
-        writer = min(int(path.name.rpartition("-")[2]) for path in folder.glob(".seen-by-*"))
-        self._context.barrier()
+        context.barrier()
+        self._writer = min(int(path.name.rpartition("-")[2]) for path in folder.glob(".seen-by-*"))
+        """The lowest rank that sees the same files as this one. It creates, seals and renames the folders."""
+        self._separate_disks = any(writer for (writer,) in context.all_ranks.all_gather_numbers(float(self._writer)))
+        """Whether some machines do not see rank 0's files."""
         mark.unlink()
-        self._context.barrier()
-        return writer
+        context.barrier()
 
     # ---------------------------------------------------------------------------------------------------------- saving
 
     def save(self, round: int, parts: Mapping[str, CheckpointPart], metadata: Mapping[str, Any]) -> None:
         """Save the parts of all ranks, with the metadata of rank 0."""
         packed = {name: pack(part.value) for name, part in parts.items()}
-        gathered = self._all_gather(({name: one.structure for name, one in packed.items()}, _lengths(packed), dict(metadata)))
+        gathered = self._all_gather([{name: one.structure for name, one in packed.items()}, _lengths(packed), dict(metadata)])
         structures = {name: structure for theirs, _, _ in reversed(gathered) for name, structure in theirs.items()}
         content = {**gathered[0][2], "structures": structures}
         tensors = self._tensors(parts, packed, [theirs for _, theirs, _ in gathered])
@@ -93,19 +82,11 @@ class ShardedCheckpoints:
                 self._copy_index(folder, round)
         self._context.barrier()
         if self._separate_disks and self._context.is_rank_zero:
-            self._context.delete(f"index/{round}")
+            self._context.store.delete_key(f"index/{round}")
 
     def _all_gather(self, mine: Any) -> list[Any]:
-        """The values of all ranks, in rank order."""
-        gathered: list[Any] = [None] * self._context.size
-        try:
-            dist.all_gather_object(gathered, mine)
-        except RuntimeError as error:
-            raise ExchangeFailed(
-                f"rank {self._context.rank} missed a peer while all ranks described their checkpoints: {LOST} for this limit. "
-                f"Earlier checkpoints are valid. ({error})"
-            ) from error
-        return gathered
+        """The values of all ranks, which JSON can hold, in rank order."""
+        return [json.loads(text) for text in self._context.all_ranks.all_gather_text(json.dumps(mine))]
 
     def _tensors(
         self, parts: Mapping[str, CheckpointPart], packed: Mapping[str, Packed], lengths: Sequence[Lengths]
@@ -114,10 +95,10 @@ class ShardedCheckpoints:
         found: dict[str, Any] = {}
         for name, one in packed.items():
             cut = parts[name].cut
-            sliced = _trees_of(one.structure) if cut is not None else set()
+            trees = {node["tensor"] for node in _nodes(one.structure) if node["kind"] == "tree"}
             for path, tensor in one.tensors.items():
-                written: Any = tensor.detach()
-                if cut is not None and path in sliced:
+                written = tensor.detach()
+                if cut is not None and path in trees:
                     written = Slice.of(written, *self._slice_range(name, path, cut, lengths))
                 found[f"{self._name(name)}/{path}"] = written
         return found
@@ -138,16 +119,13 @@ class ShardedCheckpoints:
     def _write(self, folder: Path, tensors: dict[str, Any]) -> None:
         try:
             save(tensors, checkpoint_id=str(folder))
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # CheckpointException is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
             raise CheckpointError(f"a checkpoint could not be written to {folder}: {error}") from error
 
     def _copy_index(self, folder: Path, round: int) -> None:
         """Copy the index, which torch writes on rank 0 alone, to machines with another disk."""
         if self._context.is_rank_zero and self._separate_disks:
-            self._context.set(f"index/{round}", base64.b64encode((folder / _INDEX).read_bytes()).decode())
+            self._context.store.set(f"index/{round}", base64.b64encode((folder / _INDEX).read_bytes()).decode())
         elif not self._context.is_rank_zero and not (folder / _INDEX).exists():
             (folder / _INDEX).write_bytes(base64.b64decode(self._context.get(f"index/{round}", of=0)))
 
@@ -270,7 +248,3 @@ def _nodes(structure: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(structure, list):
         for item in structure:
             yield from _nodes(item)
-
-
-def _trees_of(structure: Any) -> set[str]:
-    return {node["tensor"] for node in _nodes(structure) if node["kind"] == "tree"}

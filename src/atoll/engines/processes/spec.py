@@ -10,8 +10,6 @@ from atoll.core.errors import ConfigError
 from atoll.core.protocols import AsyncAlgorithm
 from atoll.runs.run import Run, device_of
 
-START_TIMEOUT_S = 3600.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
@@ -30,7 +28,7 @@ class Processes:
     processes: int | None = None
     step_delay: float | None = None
     exchange_timeout_s: float | None = None
-    start_timeout_s: float = START_TIMEOUT_S
+    start_timeout_s: float = 3600.0
     backend: Literal["gloo", "nccl"] = "gloo"
 
     def __post_init__(self) -> None:
@@ -83,14 +81,8 @@ class Processes:
 
 
 def gpu_of_rank(local_rank: int, processes: int, gpus: int, backend: str) -> int:
-    """The GPU of its machine that a rank computes on: one of its own while there are enough, else a shared one.
-
-    Args:
-        local_rank: of the process on its machine.
-        processes: of this run on that machine.
-        gpus: of that machine.
-        backend: transport of weights.
-    """
+    """The GPU of its machine that a rank computes on: one of its own while there are enough, else a shared one. `local_rank` and
+    `processes` are those of this run on that machine."""
     if backend == "nccl" and processes > gpus:
         raise ConfigError(
             f"{processes} processes on a machine with {gpus} GPU(s): NCCL needs one GPU per process. Use engine.backend=gloo, "

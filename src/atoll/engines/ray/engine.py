@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -32,18 +32,6 @@ _MAX_DEATHS = 5  # of one slot in a row, without an accepted update
 _LOG_EVERY_S = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerPoolSpec:
-    """The workers of a run: the expected number, the number of slots, the spec for a slot and an incarnation, and the resources of
-    each. Workers beyond the expected number start when the cluster has room for them."""
-
-    workers: int
-    max_workers: int
-    worker: Callable[[int, int], WorkerProcessSpec]
-    cpus: float
-    gpus: float
-
-
 @dataclass
 class PooledWorker:
     """A started worker. `ended`: it has ended by itself, since the hub told it that the run is over."""
@@ -56,15 +44,16 @@ class PooledWorker:
 
 
 class WorkerPool:
-    """Starts the workers of a run, replaces dead ones, and logs dead, missing and slow ones."""
+    """Starts the workers of a run, replaces dead ones, and logs dead, missing and slow ones. Workers beyond the expected number
+    start when the cluster has room for them."""
 
-    def __init__(self, ray: Any, client: HubClient, spec: WorkerPoolSpec, log: Callable[[str], object]) -> None:
+    def __init__(self, ray: Any, client: HubClient, spec: WorkerProcessSpec, log: Callable[[str], object]) -> None:
         self._ray, self._client, self._spec, self._log = ray, client, spec, log
         self._started = 0
         self._deaths: dict[int, int] = {}
         """Of each slot since its last accepted update."""
         self._logged_missing_s = self._logged_overdue_s = time.monotonic()
-        self.workers = {worker: self._start(worker) for worker in range(spec.max_workers)}
+        self.workers = {worker: self._start(worker) for worker in range(spec.engine.worker_slots(spec.run))}
 
     @property
     def incarnations(self) -> dict[int, int]:
@@ -72,9 +61,8 @@ class WorkerPool:
 
     def _start(self, number: int) -> PooledWorker:
         """Ray starts the process as soon as it finds room."""
-        spec, self._started = self._spec.worker(number, self._started), self._started + 1
-        started = start_worker(self._ray, spec, self._client.hub, cpus=self._spec.cpus, gpus=self._spec.gpus)
-        return PooledWorker(spec, *started, time.monotonic())
+        spec, self._started = replace(self._spec, worker=number, incarnation=self._started), self._started + 1
+        return PooledWorker(spec, *start_worker(self._ray, spec, self._client.hub), time.monotonic())
 
     def supervise(self, status: HubStatus) -> None:
         """Replaces dead workers and tells the hub of them. Logs missing and overdue workers every 30 s. Raises the AtollError of a
@@ -121,7 +109,8 @@ class WorkerPool:
 
     def _log_missing(self, status: HubStatus) -> None:
         now_s, registered = time.monotonic(), {number: incarnation for number, (incarnation, _) in status.workers.items()}
-        late = [n for n, worker in self.workers.items() if n < self._spec.workers and now_s - worker.started_s > _LOG_EVERY_S]
+        expected = self._spec.engine.expected_workers(self._spec.run)
+        late = [n for n, worker in self.workers.items() if n < expected and now_s - worker.started_s > _LOG_EVERY_S]
         missing = [number for number in late if registered.get(number) != self.workers[number].spec.incarnation]
         if missing and now_s - self._logged_missing_s > _LOG_EVERY_S:
             self._logged_missing_s = now_s
@@ -145,25 +134,23 @@ class WorkerPool:
 
 
 class RayEngine:
-    """Runs one asynchronous algorithm on Ray. `evaluate` computes the metrics of weights and buffers; `steps` are the inner steps
-    per island, for the progress. Events go to `sink`, lines on dead and hanging processes to `log`."""
+    """Runs one asynchronous algorithm on Ray. `evaluate` computes the metrics of weights and buffers. Events go to `sink`, lines on
+    dead and hanging processes to `log`."""
 
     def __init__(
         self,
         *,
         ray: Any,
         hub: HubProcessSpec,
-        workers: WorkerPoolSpec,
+        worker: WorkerProcessSpec,
         evaluate: Callable[[Tree, Mapping[str, Tensor]], Mapping[str, float]],
         sink: Sink,
-        steps: int,
-        timeout_s: float,
         log: Callable[[str], object],
     ) -> None:
-        self._ray, self._spec, self._workers = ray, hub, workers
-        self._evaluate, self._sink, self._steps, self._log = evaluate, sink, steps, log
+        self._ray, self._spec, self._worker = ray, hub, worker
+        self._evaluate, self._sink, self._log = evaluate, sink, log
         self._hub = start_hub(ray, hub)
-        self._client = HubClient(ray, self._hub, timeout_s=timeout_s, log=log)
+        self._client = HubClient(ray, self._hub, timeout_s=hub.engine.hub_timeout_s, log=log)
         self._pool: WorkerPool | None = None
         self._epoch, self._events_seen, self._evaluations_seen = -1, 0, 0
         self._restarts, self._saved_updates = 0, 0
@@ -174,7 +161,7 @@ class RayEngine:
 
     def run(self) -> tuple[RunFinished, Tree, dict[str, Tensor]]:
         """Runs to the end. Returns the final figures, the hub's weights, and buffers."""
-        self._pool = WorkerPool(self._ray, self._client, self._workers, self._log)
+        self._pool = WorkerPool(self._ray, self._client, self._worker, self._log)
         while True:
             while not self._step(self._pool):
                 pass
@@ -227,8 +214,8 @@ class RayEngine:
     def _show(self, status: HubStatus) -> None:
         for event in status.events:
             self._sink.emit(event)
-        done = status.local_updates * self._steps // max(1, self._spec.settings.updates)
-        self._sink.emit(Progress(phase="training", done=min(done, self._steps), total=self._steps))
+        steps, islands = self._spec.run.train.steps, self._spec.run.effective_cluster.islands
+        self._sink.emit(Progress(phase="training", done=min(status.local_updates // islands, steps), total=steps))
 
     def _run_evaluations(self) -> None:
         """Sends finished metrics to the hub, and starts the next evaluation. Only this thread calls Ray."""

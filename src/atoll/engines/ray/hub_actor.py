@@ -25,7 +25,6 @@ import torch
 from atoll.core.errors import AtollError, ExchangeFailed
 from atoll.core.events import Evaluated, HubLoad, RunFinished
 from atoll.core.flat_tree import Tree
-from atoll.engines.accounting import clock_fields
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.hub_checkpoints import CheckpointWriter, recover
 from atoll.engines.ray.hub_state import HubState, StartBarrier
@@ -115,7 +114,8 @@ class LoadMeter:
                 apply_s=self._applied_s / pushes if pushes else 0.0,
                 waited_s=self._waited_s / pushes if pushes else 0.0,
                 most_waiting=self._most_waiting,
-                **clock_fields(wall_time_s, real=True),
+                virtual_time_s=None,
+                wall_time_s=wall_time_s,
             )
             self.reset(now_s)
         return event
@@ -174,7 +174,7 @@ class HubProcess:
     """The hub process. `put` stores an array and returns a reference, by default in Ray's object store."""
 
     def __init__(self, spec: HubProcessSpec, put: Callable[[ByteArray], Any] | None = None) -> None:
-        torch.set_num_threads(spec.threads)
+        torch.set_num_threads(spec.run.cluster.threads_per_island)
         ignore_read_only_warning()
         self._spec = spec
         spec.storage.lock()
@@ -186,7 +186,7 @@ class HubProcess:
         self._finished: RunFinished | None = None
         recovered = recover(spec, self._epoch)
         self._state, self._outbox, self._clock, self._started = recovered
-        self._barrier = StartBarrier(spec.workers, starting=not self._state.slots)
+        self._barrier = StartBarrier(spec.engine.expected_workers(spec.run), starting=not self._state.slots)
         self._evaluations = EvaluationQueue(self._state, self._publisher, self._changed)
         self._checkpoints = CheckpointWriter(spec, recovered, self._changed)
         self._evaluations.claim()
@@ -272,47 +272,36 @@ class HubProcess:
             if task.fresh_optimizer:
                 self._changed.notify_all()
         if params is None:
-            return TaskMessage(task.status)
+            return task
         return task._replace(weights=(self._publisher.publish(params),), dtype=dtype_name(params), now_s=self._clock.now_s())
 
     def _task(self, worker: int, incarnation: int, last: RoundId | None) -> tuple[TaskMessage, Tree | None]:
-        """The reply to a pull without its weights, and the weights."""
         if self._error is not None:
             return TaskMessage("finished"), None
         if self._barrier.has(worker, incarnation) and not self._state.done:
             return TaskMessage("wait"), None
-        status, dispatch, fresh = self._state.pull(worker, incarnation, last, self._clock.now_s())
-        if dispatch is None:
-            return TaskMessage(status), None
-        task = self._state.hub.task(dispatch)
-        message = TaskMessage("train", self._state.round_id(dispatch), task.steps, task.work, fresh_optimizer=fresh)
-        return message, task.params
+        return self._state.pull(worker, incarnation, last, self._clock.now_s())
 
     def round_started(self, worker: int, incarnation: int, round_id: RoundId, begin_s: float) -> None:
         """A worker has the weights of its round."""
         with self._changed:
-            if worker in self._state.slots and not self._state.done:
-                begin_s = min(begin_s, self._clock.now_s())
-                self._guard(lambda: self._state.round_started(worker, incarnation, round_id, begin_s))
+            begin_s = min(begin_s, self._clock.now_s())
+            self._guard(lambda: self._state.round_started(worker, incarnation, round_id, begin_s))
 
     def push(self, update: UpdateMessage, array: ByteArray) -> PushStatus:
         """Applies a worker's update; `array` has the bytes of its delta."""
         arrived_s = self._load.arrived()
         delta = tree_view(array, self._spec.layout, self._spec.dtype) if array.nbytes == self._state.params.nbytes else None
+        status: PushStatus | None = None
         with self._changed:
             lock_s = self._load.now()
-            status = self._apply(update, delta)
+            if self._error is None:
+                status = self._guard(lambda: self._state.push(update, delta, self._clock.now_s()))
+                self._error = self._error or self._state.fatal_error
+                self._guard(self._evaluations.claim)
+                self._changed.notify_all()
             self._load.applied(arrived_s, lock_s)
         self._guard(self._evaluations.publish)
-        return status
-
-    def _apply(self, update: UpdateMessage, delta: Tree | None) -> PushStatus:
-        if self._error is not None:
-            return "finished"
-        status: PushStatus | None = self._guard(lambda: self._state.push(update, delta, self._clock.now_s()))
-        self._error = self._error or self._state.fatal_error
-        self._guard(self._evaluations.claim)
-        self._changed.notify_all()
         return status or "finished"
 
     # ---------------------------------------------------------------------------------------- calls of the driving process
@@ -353,7 +342,7 @@ class HubProcess:
     def ping(self) -> None:
         """Returns when the hub's lock is free."""
         with self._changed:
-            return
+            pass
 
     def save(self) -> bool:
         """Writes a checkpoint now, if the state has changed. Returns whether the present state is saved."""
@@ -408,7 +397,7 @@ class HubProcess:
     def _checkpoint_loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._state.done or self._error is not None, self._spec.save_every_s)
+                self._changed.wait_for(lambda: self._state.done or self._error is not None, self._spec.engine.save_every_s)
                 if self._error is not None or self._finished is not None:
                     return
             self.save()
@@ -423,7 +412,7 @@ def start_hub(ray: Any, spec: HubProcessSpec) -> Any:
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=0,  # the client knows which calls it may repeat
-        max_concurrency=2 * spec.settings.max_workers + _EXTRA_CALLS,
+        max_concurrency=2 * spec.engine.worker_slots(spec.run) + _EXTRA_CALLS,
         scheduling_strategy=here,
     )
     return actor.remote(spec)

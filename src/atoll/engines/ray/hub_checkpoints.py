@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from atoll.core.errors import CheckpointError
 from atoll.core.events import Event, HubRestarted, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.accounting import clock_fields
+from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.ray.hub_state import HubState
 from atoll.engines.ray.hub_storage import LostRounds
 from atoll.engines.ray.messages import HubProcessSpec
@@ -61,7 +61,7 @@ def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
     if not same_session:  # the log was truncated at the start of this session, and the spec says what was lost then
         lost = LostRounds(lost.rounds + spec.lost.rounds, lost.local_updates + spec.lost.local_updates)
     outbox, clock = EventOutbox(storage.open_event_log(after)), WallClock()
-    state = HubState(spec.settings, storage.initial_weights(), epoch=epoch, sink=outbox)
+    state = HubState(spec.run, spec.engine, storage.initial_weights(), spec.examples, epoch=epoch, sink=outbox)
     if saved is not None:
         now_s = state.from_parts(saved.load)
         # The log ends where the snapshot was taken, before its Saved event. The driving process has seen that event.
@@ -75,7 +75,8 @@ def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
                 round=state.accounting.totals.round,
                 lost_rounds=lost.rounds,
                 lost_local_updates=lost.local_updates,
-                **clock_fields(clock.now_s(), real=True),
+                virtual_time_s=None,
+                wall_time_s=clock.now_s(),
             )
         )
         source = "the run's initial weights, since there is no checkpoint" if saved is None else f"checkpoint {saved.name}"
@@ -162,7 +163,7 @@ class CheckpointWriter:
         """After a failure the last checkpoint is still valid, the run continues, and the next save tries again."""
         self._hub.state.hub.unpin_weights(snapshot.held)
         if error is None:
-            self._hub.outbox.emit(Saved(round=snapshot.round, name=self._storage.checkpoint_name(snapshot.round)))
+            self._hub.outbox.emit(Saved(round=snapshot.round, name=Checkpoints.name(snapshot.round)))
         else:
             self._saved_progress = ()
             self._hub.outbox.emit(SaveFailed(round=snapshot.round, reason=str(error)))

@@ -25,22 +25,13 @@ from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispa
 from atoll.core.errors import TrainingDiverged
 from atoll.core.events import Evaluated, IslandJoined, IslandLeft, Refused, RunFinished
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Sink
-from atoll.engines.accounting import (
-    MAX_REFUSALS,
-    Ledger,
-    RunAccounting,
-    clock_fields,
-    dispatched,
-    hub_parts,
-    refused,
-    restore_hub,
-    returned,
-    window_closed,
-)
-from atoll.engines.ray.messages import HubSettings, PullStatus, PushStatus, RoundId, UpdateMessage, tensors_of
+from atoll.core.protocols import AsyncAlgorithm, Sink
+from atoll.engines.accounting import MAX_REFUSALS, Ledger, RunAccounting
+from atoll.engines.ray.messages import PushStatus, Rejection, RoundId, TaskMessage, UpdateMessage, tensors_of
+from atoll.engines.ray.spec import Ray
 from atoll.engines.training_setup import passed_multiple
 from atoll.runs.cluster import CONTROL_BYTES, draw
+from atoll.runs.run import Run
 
 _OVERDUE_FACTOR, _OVERDUE_S, _FIRST_OVERDUE_S = 10.0, 30.0, 300.0
 """A worker is overdue after this multiple of its last round's time, at least `_OVERDUE_S`; in its first round after the third."""
@@ -49,23 +40,16 @@ _START_TIMEOUT_S = 60.0
 
 @dataclass
 class WorkerSlot:
-    """The worker process that holds a slot.
-
-    Attributes:
-        counted_s: its presence is in the ledger up to this time.
-        last, verdict: its last round that was accepted or refused.
-        refusals: in a row.
-        step_s: seconds per step from dispatch to arrival, in its last round; None before its first. Not saved.
-        compute_step_s: seconds of computing per step, likewise.
-    """
+    """The worker process that holds a slot."""
 
     incarnation: int
-    counted_s: float
-    last: RoundId | None = None
-    verdict: Literal["accepted", "refused"] = "accepted"
-    refusals: int = 0
-    step_s: float | None = None
-    compute_step_s: float | None = None
+    counted_s: float  # its presence is in the ledger up to this time
+    last: RoundId | None = None  # that was accepted or refused
+    verdict: Literal["accepted", "refused"] = "accepted"  # on the last round
+    refusals: int = 0  # in a row
+    # Of its last round, None before its first. They are not saved.
+    step_s: float | None = None  # per step, from dispatch to arrival
+    compute_step_s: float | None = None  # of computing per step
 
 
 class StartBarrier:
@@ -97,25 +81,28 @@ class StartBarrier:
 
 
 class HubState:
-    """The state machine of one run. It takes over `params`, the initial weights; `epoch` identifies this hub process."""
+    """The state machine of one run, which is resolved. It takes over `params`, the initial weights; `examples` are those of each
+    shard, and `epoch` identifies this hub process."""
 
-    def __init__(self, settings: HubSettings, params: Tree, *, epoch: int, sink: Sink) -> None:
-        self._settings, self._epoch, self._emit = settings, epoch, sink.emit
+    def __init__(self, run: Run, engine: Ray, params: Tree, examples: Sequence[int], *, epoch: int, sink: Sink) -> None:
+        assert isinstance(run.algorithm, AsyncAlgorithm)
+        islands = run.effective_cluster.islands
+        self._epoch, self._emit, self._devices = epoch, sink.emit, engine.devices
+        self._evaluate_every = run.keep.evaluate_every * islands  # in local updates; the last weights are always evaluated
+        updates = run.train.steps * islands
         self.hub = AsyncHub(
-            settings.algorithm,
-            params,
-            examples=settings.examples,
-            updates=settings.updates,
-            draw=lambda round: draw(settings.seed, "shard", round),
+            run.algorithm, params, examples=examples, updates=updates, draw=lambda round: draw(run.seed, "shard", round)
         )
-        self.hub.scheduler.plan, self.hub.scheduler.speeds = settings.plan, WorkerSpeeds(settings.plan)
+        plan, self._speeds = engine.plan(run)
+        self.hub.scheduler.plan, self.hub.scheduler.speeds = plan, WorkerSpeeds(plan)
         self.slots: dict[int, WorkerSlot] = {}
         self.buffers: dict[str, Tensor] = {}
         self.evaluation_due: Evaluated | None = None
         """The due evaluation of the present weights, without its metrics."""
         self.fatal_error: TrainingDiverged | None = None
         """Ends the run. The state is consistent up to here."""
-        self.accounting = RunAccounting(settings.islands, real=True)
+        self.accounting = RunAccounting(islands, real=True)
+        self._max_workers = max(islands, engine.worker_slots(run))
         self._add_ledgers()
         self._round_epochs: dict[int, int] = {}
         """For each open round, the epoch of the hub that dispatched it."""
@@ -123,7 +110,7 @@ class HubState:
         """Open rounds whose dispatch is in the log: logged when the worker has the weights, at the latest when the round ends."""
 
     def _add_ledgers(self) -> None:
-        self.accounting.ledgers += [Ledger() for _ in range(self._settings.max_workers - len(self.accounting.ledgers))]
+        self.accounting.ledgers += [Ledger() for _ in range(self._max_workers - len(self.accounting.ledgers))]
 
     @property
     def done(self) -> bool:
@@ -143,9 +130,10 @@ class HubState:
         for worker, incarnation in incarnations.items():
             self.slots[worker] = WorkerSlot(incarnation, now_s)
             if not starting:
-                fields = {"island": worker, "round": self.accounting.totals.round, **clock_fields(now_s, real=True)}
-                self._emit(IslandJoined(donor=None, sent_bytes=0, **fields))
-        given = self._settings.speeds
+                number = self.accounting.totals.round
+                joined = IslandJoined(island=worker, round=number, donor=None, sent_bytes=0, virtual_time_s=None, wall_time_s=now_s)
+                self._emit(joined)
+        given = self._speeds
         speeds = {worker: given[worker % len(given)] if given else None for worker in incarnations}
         self._process(self.hub.join_all(speeds, now_s))
 
@@ -158,20 +146,28 @@ class HubState:
         self._emit(IslandLeft(island=worker, round=self.accounting.totals.round, virtual_time_s=None, wall_time_s=now_s))
         self._process(self.hub.leave(worker, now_s, self._next_arrival_s(now_s)))
 
-    def pull(self, worker: int, incarnation: int, last: RoundId | None, now_s: float) -> tuple[PullStatus, Dispatch | None, bool]:
-        """The reply to a worker that pulls, its round, and whether it needs a fresh optimizer. `last` is its own last round."""
+    def _rejection(self, worker: int, incarnation: int) -> Rejection | None:
+        """Why a worker's call is not served; None if the worker holds its slot."""
         if self.done:
-            return "finished", None, False
+            return "finished"
         slot = self.slots.get(worker)
         if slot is None or slot.incarnation < incarnation:
-            return "register", None, False
-        if slot.incarnation > incarnation:
-            return "replaced", None, False
-        fresh = slot.last != last
+            return "register"
+        return "replaced" if slot.incarnation > incarnation else None
+
+    def pull(self, worker: int, incarnation: int, last: RoundId | None, now_s: float) -> tuple[TaskMessage, Tree | None]:
+        """The reply to a worker whose own last round is `last`, without its weights; and the weights."""
+        rejection = self._rejection(worker, incarnation)
+        if rejection is not None:
+            return TaskMessage(rejection), None
+        fresh = self.slots[worker].last != last
         if fresh:
             self.join({worker: incarnation}, now_s)
         out = self.hub.scheduler.workers[worker].dispatch
-        return ("wait" if out is None else "train"), out, fresh
+        if out is None:
+            return TaskMessage("wait"), None
+        task = self.hub.task(out)
+        return TaskMessage("train", self.round_id(out), task.steps, task.work, fresh_optimizer=fresh), task.params
 
     def tick(self, now_s: float) -> None:
         self._process(self.hub.tick(now_s, self._next_arrival_s(now_s)))
@@ -190,24 +186,29 @@ class HubState:
         """When the next dispatched worker will arrive, from the time of each worker's last round. None if a worker has no last
         round, or is late: it may arrive at any moment."""
         arrivals = []
-        for number, worker in self.hub.scheduler.workers.items():
-            if number != but and worker.dispatch is not None:
+        for number, out in self._open_rounds():
+            if number != but:
                 step_s = self.slots[number].step_s if number in self.slots else None
-                if step_s is None or worker.dispatch.time_s + step_s * worker.dispatch.steps < now_s:
+                if step_s is None or out.time_s + step_s * out.steps < now_s:
                     return None
-                arrivals.append(worker.dispatch.time_s + step_s * worker.dispatch.steps)
+                arrivals.append(out.time_s + step_s * out.steps)
         return min(arrivals, default=None)
 
     def overdue(self, now_s: float) -> dict[int, float]:
         """Seconds since dispatch of each worker that should have arrived long ago."""
         found = {}
-        for number, worker in self.hub.scheduler.workers.items():
-            if worker.dispatch is not None and number in self.slots:
-                step_s, out_s = self.slots[number].step_s, now_s - worker.dispatch.time_s
-                limit_s = _FIRST_OVERDUE_S if step_s is None else max(_OVERDUE_S, _OVERDUE_FACTOR * step_s * worker.dispatch.steps)
-                if out_s > limit_s:
-                    found[number] = out_s
+        for number, out in self._open_rounds():
+            if number in self.slots:
+                step_s = self.slots[number].step_s
+                limit_s = _FIRST_OVERDUE_S if step_s is None else max(_OVERDUE_S, _OVERDUE_FACTOR * step_s * out.steps)
+                if now_s - out.time_s > limit_s:
+                    found[number] = now_s - out.time_s
         return found
+
+    def _open_rounds(self) -> list[tuple[int, Dispatch]]:
+        """The workers that have a round, and their rounds."""
+        workers = self.hub.scheduler.workers
+        return [(number, worker.dispatch) for number, worker in workers.items() if worker.dispatch is not None]
 
     def round_id(self, dispatch: Dispatch) -> RoundId:
         return dispatch.round, self._round_epochs[dispatch.round]
@@ -218,8 +219,8 @@ class HubState:
 
     def round_started(self, worker: int, incarnation: int, round_id: RoundId, begin_s: float) -> None:
         """A worker has the weights of its round."""
-        out = self._open_round(worker, round_id)
-        if out is not None and self.slots[worker].incarnation == incarnation:
+        out = self._open_round(worker, round_id) if self._rejection(worker, incarnation) is None else None
+        if out is not None:
             self._log_dispatch(out, begin_s)
 
     def _log_dispatch(self, dispatch: Dispatch, begin_s: float) -> None:
@@ -227,7 +228,7 @@ class HubState:
         if dispatch.round not in self._logged:
             self._logged.add(dispatch.round)
             begin_s, sent_bytes = max(begin_s, dispatch.time_s), self.params.nbytes
-            self._emit(dispatched(dispatch, begin_s, sent_bytes, real=True, devices=self._settings.devices))
+            self._emit(self.accounting.dispatched(dispatch, begin_s, sent_bytes, devices=self._devices))
 
     def _end_round(self, dispatch: Dispatch) -> None:
         self._logged.discard(dispatch.round)
@@ -235,14 +236,11 @@ class HubState:
 
     def push(self, update: UpdateMessage, delta: Tree | None, now_s: float) -> PushStatus:
         """A worker's update has arrived; `delta` is None if its length is wrong."""
-        worker, slot = update.worker, self.slots.get(update.worker)
-        if self.done:
-            return "finished"
-        if slot is None or slot.incarnation < update.incarnation:
-            return "register"
-        if slot.incarnation > update.incarnation:
-            return "replaced"
-        self.accounting.sent([worker], [0 if delta is None else delta.nbytes], [CONTROL_BYTES])
+        worker, rejection = update.worker, self._rejection(update.worker, update.incarnation)
+        if rejection is not None:
+            return rejection
+        slot = self.slots[worker]
+        self.accounting.sent(worker, 0 if delta is None else delta.nbytes, CONTROL_BYTES)
         out = self._open_round(worker, update.round_id)
         if out is None:
             return self._reject_closed_round(update, slot, now_s)
@@ -269,9 +267,8 @@ class HubState:
         again, number = slot.last == update.round_id, update.round_id[0]
         why = "it was delivered twice" if again else "a hub that died had dispatched it, and this hub has no record of it"
         reason = f"round {number} of worker {update.worker} is not open: {why}"
-        if (
-            self.hub.scheduler.open_dispatch(update.worker, number) is None
-        ):  # else the log would say so of this hub's round with that number
+        # A round of this hub with that number is another round: the log must not call that one refused.
+        if self.hub.scheduler.open_dispatch(update.worker, number) is None:
             self._emit(Refused(island=update.worker, round=number, virtual_time_s=None, wall_time_s=now_s, reason=reason))
         if again:  # the first reply may have been lost
             return "duplicate" if slot.verdict == "accepted" else "refused"
@@ -281,11 +278,11 @@ class HubState:
         for outcome in outcomes:
             match outcome:
                 case ClosedWindow():
-                    self._emit(window_closed(outcome, real=True))
-                case AbandonedRound():
-                    self._log_dispatch(outcome.dispatch, outcome.dispatch.time_s)
-                    self._end_round(outcome.dispatch)
-                    self._emit(returned(outcome, real=True))
+                    self._emit(self.accounting.hub_event(outcome))
+                case AbandonedRound(dispatch=dispatch):
+                    self._log_dispatch(dispatch, dispatch.time_s)
+                    self._end_round(dispatch)
+                    self._emit(self.accounting.hub_event(outcome))
                 case Applied():
                     assert update is not None
                     self._applied(outcome, update)
@@ -297,7 +294,7 @@ class HubState:
 
     def _applied(self, applied: Applied, update: UpdateMessage) -> None:
         """Accounts a hub step, and requests an evaluation if one is due."""
-        dispatch, before, every = applied.dispatch, self.accounting.totals.local_updates, self._settings.evaluate_every
+        dispatch, before = applied.dispatch, self.accounting.totals.local_updates
         slot = self.slots[dispatch.worker]
         slot.refusals = 0
         slot.step_s = (applied.time_s - dispatch.time_s) / dispatch.steps
@@ -310,11 +307,11 @@ class HubState:
         pushed_s, sent_bytes, workers = min(update.pushed_s, applied.time_s), self.params.nbytes, len(self.slots)
         for event in self.accounting.update_applied(applied, spans, pushed_s=pushed_s, sent_bytes=sent_bytes, workers=workers):
             self._emit(event)
-        if self.done or passed_multiple(before, self.accounting.totals.local_updates, every):
+        if self.done or passed_multiple(before, self.accounting.totals.local_updates, self._evaluate_every):
             self.request_evaluation(applied.time_s)
 
     def _refused(self, refusal: Refusal, update: UpdateMessage) -> None:
-        self._emit(refused(refusal, real=True))
+        self._emit(self.accounting.hub_event(refusal))
         self.accounting.ledgers[refusal.worker].computed_s += update.computed_s
         slot = self.slots[refusal.worker]
         slot.refusals += 1
@@ -333,14 +330,13 @@ class HubState:
 
     def finish(self, now_s: float, warm_start_tokens: int) -> RunFinished:
         """Ends the run. Dispatched workers have computed in vain, at most as long as their steps took in the last round."""
-        workers = self.hub.scheduler.workers
-        for dispatch in [worker.dispatch for worker in workers.values() if worker.dispatch is not None]:
-            self._log_dispatch(dispatch, dispatch.time_s)
         for number, slot in self.slots.items():
             self._count_presence(number, slot, now_s)
-            out = workers[number].dispatch
-            if out is not None and slot.compute_step_s is not None:
-                self.accounting.ledgers[number].computed_s += min(now_s - out.time_s, slot.compute_step_s * out.steps)
+        for number, out in self._open_rounds():
+            self._log_dispatch(out, out.time_s)
+            compute_step_s = self.slots[number].compute_step_s if number in self.slots else None
+            if compute_step_s is not None:
+                self.accounting.ledgers[number].computed_s += min(now_s - out.time_s, compute_step_s * out.steps)
         finished = self.accounting.finished(now_s, warm_start_tokens, self.params.digest())
         self._emit(finished)
         return finished
@@ -348,18 +344,18 @@ class HubState:
     # ------------------------------------------------------------------------------------------------------------ checkpoints
 
     def to_parts(self, now_s: float) -> dict[str, Any]:
-        """All parts of a checkpoint. They are saved in one write, so no round is saved in part."""
+        """All parts of a checkpoint, which is one atomic write: no round is saved in part."""
         engine = {
             "now_s": now_s,
             "slots": [[n, s.incarnation, s.counted_s, s.last, s.verdict, s.refusals] for n, s in self.slots.items()],
             "logged_rounds": sorted(self._logged),
             "round_epochs": [list(item) for item in self._round_epochs.items()],
         }
-        return hub_parts(self.hub, self.accounting, self.buffers, engine)
+        return self.accounting.hub_parts(self.hub, self.buffers, engine)
 
     def from_parts(self, load: Callable[[str, Any], Any]) -> float:
         """Restores a checkpoint, and returns its time. `load(part, like)` gives a part with the types of `like`."""
-        engine, self.buffers = restore_hub(self.hub, self.accounting, load)
+        engine, self.buffers = self.accounting.restore_hub(self.hub, load)
         self._add_ledgers()
         for worker, incarnation, counted_s, last, verdict, refusals in engine["slots"]:
             round_id = None if last is None else (last[0], last[1])

@@ -44,17 +44,11 @@ class LostRounds(NamedTuple):
 
 @dataclass(frozen=True)
 class HubStorage:
-    """Event log and checkpoints of a run. It travels to the hub's process, and to the process of each hub after it.
+    """Event log and checkpoints of a run. It travels to the hub's process, and to the process of each hub after it."""
 
-    Args:
-        folder: of the run.
-        keep: number of checkpoints that are kept.
-        origin: digests of the Run and of the data, for a checkpoint's metadata.
-    """
-
-    folder: Path
-    keep: int
-    origin: Mapping[str, str | None]
+    folder: Path  # of the run
+    keep: int  # number of checkpoints
+    origin: Mapping[str, str | None]  # digests of the Run and of the data, for a checkpoint's metadata
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -82,9 +76,6 @@ class HubStorage:
         """Writes a checkpoint atomically."""
         self._checkpoints.save(round, parts, {**metadata, **self.origin})
 
-    def checkpoint_name(self, round: int) -> str:
-        return Checkpoints.name(round)
-
     def lost_rounds(self, after: int) -> LostRounds:
         """Rounds that the event log has after this many bytes."""
         return rounds_after(RunFolder(self.folder).events, after)
@@ -103,11 +94,8 @@ class HubStorage:
 
 
 def wait_for_former_hub(folder: Path, *, timeout_s: float, log: Callable[[str], object]) -> None:
-    """Wait until the hub of an earlier command has ended: until then it may write the log and a newer checkpoint.
-
-    Raises:
-        ExchangeFailed: it holds the lock after `timeout_s` seconds.
-    """
+    """Wait until the hub of an earlier command has ended: until then it may write the log and a newer checkpoint. Raises
+    ExchangeFailed if it holds the lock after `timeout_s` seconds."""
     began_s, logged = time.monotonic(), False
     with open(folder / HUB_LOCK, "a", encoding="utf-8") as lock:
         while True:
@@ -128,5 +116,6 @@ def wait_for_former_hub(folder: Path, *, timeout_s: float, log: Callable[[str], 
 
 def rounds_after(log: Path, after: int) -> LostRounds:
     """The rounds in an event log after this many bytes."""
-    arrived = [event for event in read_events(log, [Arrived], after=after) if isinstance(event, Arrived)] if log.exists() else []
-    return LostRounds(len(arrived), sum(event.steps for event in arrived))
+    events = read_events(log, [Arrived], after=after) if log.exists() else ()
+    steps = [event.steps for event in events if isinstance(event, Arrived)]
+    return LostRounds(len(steps), sum(steps))

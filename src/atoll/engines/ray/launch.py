@@ -7,9 +7,7 @@ machine, writes the event log and the checkpoints. Workers need nothing but the 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
 from typing import Any
 
 import torch
@@ -17,20 +15,20 @@ import torch
 from atoll.core.errors import CheckpointError
 from atoll.core.events import Progress
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import AsyncAlgorithm, Sink
+from atoll.core.protocols import Sink
 from atoll.core.serialization import save_tree
 from atoll.engines.checkpoints import Checkpoint
-from atoll.engines.driver import Driver, Prepared, Result, RunRequest, RunTask
 from atoll.engines.ray import bootstrap
-from atoll.engines.ray.engine import RayEngine, WorkerPoolSpec
+from atoll.engines.ray.engine import RayEngine
 from atoll.engines.ray.hub_storage import INITIAL_WEIGHTS, HubStorage, LostRounds, rounds_after, wait_for_former_hub
-from atoll.engines.ray.messages import HubProcessSpec, HubSettings, dtype_name, tree_bytes
+from atoll.engines.ray.messages import HubProcessSpec, dtype_name, tree_bytes
 from atoll.engines.ray.spec import Ray, gpus_per_worker
-from atoll.engines.ray.worker import WorkerProcessSpec, WorkerReplicas
+from atoll.engines.ray.worker import WorkerProcessSpec
+from atoll.engines.run_driver import Driver, Prepared, Result, RunRequest, RunTask
 from atoll.engines.spec import refuse_torchrun
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run import Run, device_of
-from atoll.runs.workloads import data_fingerprint, partitioned_by_weights
+from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.sinks import Fanout
 
@@ -83,34 +81,26 @@ class RayDriver(Driver):
         log, *others = self.open_sinks(checkpoint)
         assert isinstance(log, JsonlSink)
         with Fanout(others) as sink:
-            with_log = Fanout([log, *others])
-            prepared = self.prepare(with_log, checkpoint)
+            prepared = self.prepare(Fanout([log, sink]), checkpoint)
             if checkpoint is not None:
                 total = self.run.train.steps
-                with_log.emit(Progress(phase="resume", done=0, total=total, note=f"from round {checkpoint.round}"))
+                sink.emit(Progress(phase="resume", done=0, total=total, note=f"from round {checkpoint.round}"))
             save_tree(self.folder.path / INITIAL_WEIGHTS, prepared.warm_start.params)
             begin_bytes = log.position()
             log.close()  # from now on the hub writes it
             evaluator = self.make_evaluator(prepared.workload)
-            with self._cluster(prepared.warm_start.params) as ray:
-                injected = self.task.faults.attach(self.task) if self.task.faults is not None else nullcontext(None)
-                engine: RayEngine | None = None
-                over = False
-                try:
-                    with injected as faults:  # what is broken is mended before the hub is asked to save
-                        receivers = sink if faults is None else Fanout([sink, faults])
-                        hub = self._hub_spec(prepared, begin_bytes, lost)
-                        engine = self._engine(ray, prepared, evaluator, receivers, hub)
-                        finished, params, buffers = engine.run()
-                    over = True
-                finally:
-                    if engine is not None:
-                        engine.close(save=not over)
+            # Faults are reverted before the stack closes the engine, which asks the hub to save.
+            with self._cluster(prepared.warm_start.params) as ray, ExitStack() as stack, self._faults() as faults:
+                receivers = sink if faults is None else Fanout([sink, faults])
+                hub = self._hub_spec(prepared, begin_bytes, lost)
+                engine = self._engine(ray, prepared, evaluator, receivers, hub)
+                stack.push(lambda kind, error, trace: engine.close(save=kind is not None))
+                finished, params, buffers = engine.run()
             self.write_final(params, buffers, finished, checkpoint)
         return self.result(evaluator, params, buffers)
 
     def _lost(self, checkpoint: Checkpoint | None) -> LostRounds:
-        """The rounds in the log after the checkpoint. They are computed again."""
+        """The rounds in the log after the checkpoint. Workers compute them again."""
         lost = rounds_after(self.folder.events, checkpoint.metadata["events_bytes"] if checkpoint else 0)
         if checkpoint is None and lost.rounds:
             raise CheckpointError(
@@ -119,80 +109,35 @@ class RayDriver(Driver):
             )
         return lost
 
-    @contextmanager
-    def _cluster(self, params: Tree) -> Iterator[Any]:
+    def _cluster(self, params: Tree) -> AbstractContextManager[Any]:
         if self._spec.address is not None:
-            with bootstrap.cluster(self._spec.address) as ray:
-                yield ray
-            return
+            return bootstrap.cluster(self._spec.address)
         store_bytes = (_PUBLISHED + self._slots) * params.nbytes
         gpus = torch.cuda.device_count() if device_of(self.run) == "cuda" else 0
-        with bootstrap.own_ray(cpus=self._slots + 2, gpus=gpus, store_bytes=store_bytes, folder=self.folder.path) as ray:
-            yield ray
+        return bootstrap.own_ray(cpus=self._slots + 2, gpus=gpus, store_bytes=store_bytes, folder=self.folder.path)
+
+    def _faults(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.task.faults is None else self.task.faults.attach(self.task)
 
     def _engine(self, ray: Any, prepared: Prepared, evaluator: Evaluator, sink: Sink, hub: HubProcessSpec) -> RayEngine:
         run, spec, workload = self.run, self._spec, self.task.workload
         weights = (ray.put(tree_bytes(prepared.warm_start.params)),) if workload is None and partitioned_by_weights(run) else ()
-        load = partial(WorkerReplicas, run, weights, workload, spec.devices)
-        return RayEngine(
-            ray=ray,
-            hub=hub,
-            workers=WorkerPoolSpec(
-                workers=hub.workers,
-                max_workers=self._slots,
-                worker=lambda worker, incarnation: self._worker_spec(worker, incarnation, load),
-                cpus=1.0 if spec.address is None else float(run.cluster.threads_per_island * spec.devices),
-                gpus=_gpus(run, spec),
-            ),
-            evaluate=evaluator,
-            sink=sink,
-            steps=run.train.steps,
-            timeout_s=spec.hub_timeout_s,
-            log=self.task.log,
-        )
+        logs = (self.folder.path / "logs").absolute()
+        worker = WorkerProcessSpec(run=run, engine=spec, gpus=_gpus(run, spec), workload=workload, weights=weights, logs=logs)
+        return RayEngine(ray=ray, hub=hub, worker=worker, evaluate=evaluator, sink=sink, log=self.task.log)
 
     def _hub_spec(self, prepared: Prepared, begin_bytes: int, lost: LostRounds) -> HubProcessSpec:
-        run, spec, batches, params = self.run, self._spec, prepared.workload.batches, prepared.warm_start.params
-        assert isinstance(run.algorithm, AsyncAlgorithm)
-        plan, speeds = spec.plan(run)
-        islands = run.effective_cluster.islands
-        settings = HubSettings(
-            algorithm=run.algorithm,
-            plan=plan,
-            examples=tuple(batches.examples(shard) for shard in range(batches.num_shards)),
-            updates=run.train.steps * islands,
-            seed=run.seed,
-            islands=islands,
-            max_workers=max(islands, self._slots),
-            speeds=speeds,
-            evaluate_every=run.keep.evaluate_every * islands,
-            devices=spec.devices,
-        )
+        batches, params = prepared.workload.batches, prepared.warm_start.params
         return HubProcessSpec(
-            settings=settings,
+            run=self.run,
+            engine=self._spec,
+            examples=tuple(batches.examples(shard) for shard in range(batches.num_shards)),
             layout=params.layout,
             dtype=dtype_name(params),
-            workers=spec.processes or islands,
-            save_every_s=spec.save_every_s,
             begin_bytes=begin_bytes,
             lost=lost,
             session=secrets.token_hex(8),
-            storage=HubStorage(self.folder.path.absolute(), run.keep.checkpoints, prepared.origin),
-            fingerprint=str(data_fingerprint(prepared.workload)),
-            threads=run.cluster.threads_per_island,
+            storage=HubStorage(self.folder.path.absolute(), self.run.keep.checkpoints, prepared.origin),
+            fingerprint=str(prepared.origin["data"]),
             warm_start_tokens=prepared.warm_start.tokens,
-        )
-
-    def _worker_spec(self, worker: int, incarnation: int, load: Callable[[], WorkerReplicas]) -> WorkerProcessSpec:
-        run, spec = self.run, self._spec
-        assert isinstance(run.algorithm, AsyncAlgorithm)
-        return WorkerProcessSpec(
-            worker=worker,
-            incarnation=incarnation,
-            algorithm=run.algorithm,
-            load=load,
-            threads=run.cluster.threads_per_island,
-            pause_s=(spec.step_delay or 0.0) * run.effective_cluster.step_time(worker, run.seed),
-            timeout_s=spec.hub_timeout_s,
-            log=(self.folder.path / "logs" / f"worker-{worker}.log").absolute(),
         )

@@ -23,9 +23,11 @@ from torch import Tensor
 from atoll.core.events import Evaluated, Event
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
-from atoll.core.protocols import AsyncAlgorithm, Plan, Work
+from atoll.core.protocols import Work
 from atoll.engines.accounting import ComputeSpan
 from atoll.engines.ray.hub_storage import HubStorage, LostRounds
+from atoll.engines.ray.spec import Ray
+from atoll.runs.run import Run
 
 ByteArray = NDArray[np.uint8]
 
@@ -33,46 +35,36 @@ RoundId = tuple[int, int]
 """Identifies a round: its number, and the epoch of the hub that dispatched it. A hub that resumes from a checkpoint uses
 the numbers of lost rounds again."""
 
-PullStatus = Literal["train", "wait", "register", "replaced", "finished"]
-"""The hub's reply to a pull. register: the hub does not know the worker. replaced: a newer worker has its slot. finished: the run
-has its local updates."""
+Rejection = Literal["register", "replaced", "finished"]
+"""Why the hub does not serve a call. register: it does not know the worker. replaced: a newer worker has its slot. finished: the
+run has its local updates."""
 
-PushStatus = Literal["accepted", "duplicate", "refused", "unknown", "register", "replaced", "finished"]
+PushStatus = Literal["accepted", "duplicate", "refused", "unknown"] | Rejection
 """The hub's reply to a push. duplicate: it had accepted this update before. refused: the update is unusable. unknown: a restarted
 hub has lost the round."""
 
 
 class TaskMessage(NamedTuple):
-    """The hub's reply to a pull.
+    """The hub's reply to a pull."""
 
-    Attributes:
-        weights: a reference into the object store, in a tuple of one.
-        fresh_optimizer: the worker must reset its inner optimizer, since the hub does not know the rounds it was trained on.
-    """
-
-    status: PullStatus
+    status: Literal["train", "wait"] | Rejection
     round_id: RoundId = (-1, -1)
     steps: int = 0
     work: Work | None = None
-    weights: tuple[Any, ...] = ()
+    weights: tuple[Any, ...] = ()  # a reference into the object store, in a tuple of one
     dtype: str = ""
-    fresh_optimizer: bool = False
+    fresh_optimizer: bool = False  # the worker must reset its inner optimizer: the hub does not know the rounds it was trained on
     now_s: float = 0.0
 
 
 class UpdateMessage(NamedTuple):
-    """A worker's push, besides the delta. Times are on the hub's clock, as last seen by the worker.
-
-    Attributes:
-        begin_s: when the worker had its weights.
-        pushed_s: when it began to send.
-    """
+    """A worker's push, besides the delta. Times are on the hub's clock, as last seen by the worker."""
 
     worker: int
     incarnation: int
     round_id: RoundId
-    begin_s: float
-    pushed_s: float
+    begin_s: float  # the worker had its weights
+    pushed_s: float  # it began to send
     computed: tuple[ComputeSpan, ...]
     buffers: dict[str, NDArray[Any]]
 
@@ -91,79 +83,34 @@ class EvaluationRequest(NamedTuple):
 
 
 class HubStatus(NamedTuple):
-    """The hub's reply to a poll of the driving process.
+    """The hub's reply to a poll of the driving process: events and requests that it has not seen, and the state of the run."""
 
-    Attributes:
-        epoch: identifies the hub process.
-        events: that the driving process has not seen.
-        events_seen: number of events of this hub, including these.
-        evaluations: requests that the driving process has not seen.
-        workers: incarnation of each registered worker, and whether an update of it was accepted.
-        overdue: seconds since the dispatch of each worker that is much slower than before.
-        done: the run has its local updates.
-        evaluated: no evaluation is outstanding.
-        error: that ends the run.
-    """
-
-    epoch: int
+    epoch: int  # identifies the hub process
     events: list[Event]
-    events_seen: int
+    events_seen: int  # number of events of this hub, including these
     evaluations: list[EvaluationRequest]
     local_updates: int
-    workers: dict[int, tuple[int, bool]]
-    overdue: dict[int, float]
-    done: bool
-    evaluated: bool
-    error: Exception | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubSettings:
-    """What the hub's state machine has to know.
-
-    Attributes:
-        plan: the algorithm's dispatch plan, adapted to real machines.
-        examples: number of examples of each shard.
-        islands: the planned number; steps of the run are local updates over it.
-        evaluate_every: local updates between evaluations. The last weights are always evaluated.
-        speeds: of the worker slots in steps per second, if given.
-    """
-
-    algorithm: AsyncAlgorithm[Any]
-    plan: Plan
-    examples: tuple[int, ...]
-    updates: int
-    seed: int
-    islands: int
-    max_workers: int
-    evaluate_every: int
-    speeds: tuple[float, ...] = ()
-    devices: int = 1
+    workers: dict[int, tuple[int, bool]]  # incarnation of each registered worker, and whether an update of it was accepted
+    overdue: dict[int, float]  # seconds since the dispatch of each worker that is much slower than before
+    done: bool  # the run has its local updates
+    evaluated: bool  # no evaluation is outstanding
+    error: Exception | None  # ends the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubProcessSpec:
-    """What a hub process is made of.
+    """What a hub process is made of."""
 
-    Attributes:
-        layout, dtype: of the weights.
-        workers: number that the start barrier waits for.
-        begin_bytes: length of the event log at the start of the run.
-        lost: rounds that the event log had after the last checkpoint when this session began.
-        session: identifies the driving process. A new session resumes from the saved time, with new workers.
-    """
-
-    settings: HubSettings
+    run: Run  # resolved
+    engine: Ray
+    examples: tuple[int, ...]  # of each shard
     layout: Layout
     dtype: str
-    workers: int
-    save_every_s: float
-    begin_bytes: int
-    lost: LostRounds
-    session: str
+    begin_bytes: int  # length of the event log at the start of the run
+    lost: LostRounds  # rounds that the event log had after the last checkpoint when this session began
+    session: str  # identifies the driving process; a new session resumes from the saved time, with new workers
     storage: HubStorage
     fingerprint: str
-    threads: int
     warm_start_tokens: int
 
 
@@ -193,8 +140,7 @@ def arrays_of(buffers: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
     return {name: buffer.detach().cpu().numpy().copy() for name, buffer in buffers.items()}
 
 
-def tensors_of(arrays: dict[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """Copies."""
+def tensors_of(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
     return {name: torch.tensor(array) for name, array in arrays.items()}
 
 

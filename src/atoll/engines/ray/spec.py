@@ -40,20 +40,17 @@ class Ray:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.processes is not None and self.processes < 1:
-            raise ConfigError(f"engine.processes={self.processes}: at least 1. Leave it out for one per device of the cluster.")
-        if self.devices < 1:
-            raise ConfigError(f"engine.devices={self.devices}: a worker has at least 1. Leave it out for 1.")
-        if self.max_workers is not None and self.max_workers < (self.processes or 1):
-            raise ConfigError(
-                f"engine.max_workers={self.max_workers}: at least engine.processes={self.processes or 1}. Leave it out for no more."
-            )
-        if self.step_delay is not None and not self.step_delay >= 0:
-            raise ConfigError(f"engine.step_delay={self.step_delay}: it is 0 or more. Leave it out for no delay.")
-        if not self.save_every_s > 0:
-            raise ConfigError(f"engine.save_every_s={self.save_every_s}: it is more than 0 seconds. Leave it out for 30.")
-        if not self.hub_timeout_s > 0:
-            raise ConfigError(f"engine.hub_timeout_s={self.hub_timeout_s}: it is more than 0 seconds. Leave it out for 300.")
+        least = self.processes or 1
+        for name, allowed, rule, default in (
+            ("processes", self.processes is None or self.processes >= 1, "at least 1", "one per device of the cluster"),
+            ("devices", self.devices >= 1, "a worker has at least 1", "1"),
+            ("max_workers", self.max_workers is None or self.max_workers >= least, f"at least engine.processes={least}", "no more"),
+            ("step_delay", self.step_delay is None or self.step_delay >= 0, "it is 0 or more", "no delay"),
+            ("save_every_s", self.save_every_s > 0, "it is more than 0 seconds", "30"),
+            ("hub_timeout_s", self.hub_timeout_s > 0, "it is more than 0 seconds", "300"),
+        ):
+            if not allowed:
+                raise ConfigError(f"engine.{name}={getattr(self, name)}: {rule}. Leave it out for {default}.")
 
     def fitted(self, run: Run) -> Run:
         """The run with the workers that are started, and its data cut as before."""
@@ -73,9 +70,13 @@ class Ray:
         data = replace(run.data, shards=run.data.shards or workers)
         return replace(run, cluster=replace(run.cluster, islands=workers // devices), data=data)
 
+    def expected_workers(self, run: Run) -> int:
+        """The number of workers that the run starts with."""
+        return self.processes or run.effective_cluster.islands
+
     def worker_slots(self, run: Run) -> int:
         """The largest number of workers at one time."""
-        return max(self.processes or run.effective_cluster.islands, self.max_workers or 0)
+        return max(self.expected_workers(run), self.max_workers or 0)
 
     def plan(self, run: Run) -> tuple[Plan, tuple[float, ...]]:
         """The hub's plan on real machines, and the workers' speeds where they are known.
@@ -84,16 +85,12 @@ class Ray:
         one, speeds are measured.
         """
         assert isinstance(run.algorithm, AsyncAlgorithm)
-        plan, delay = run.algorithm.plan, self.step_delay
-        if delay:
-            step_times = [
-                run.effective_cluster.step_time(number, run.seed) * delay for number in range(run.effective_cluster.islands)
-            ]
-            emulated = plan.pace == "given" and not plan.speeds
-            return replace(plan, grace_s=plan.grace_s * delay), tuple(1 / time_s for time_s in step_times) if emulated else ()
-        if plan.pace == "given" and not plan.speeds:
-            plan = replace(plan, pace="measured")
-        return plan, ()
+        plan, delay, cluster = run.algorithm.plan, self.step_delay, run.effective_cluster
+        by_cluster = plan.pace == "given" and not plan.speeds
+        if not delay:
+            return replace(plan, pace="measured") if by_cluster else plan, ()
+        step_times = [cluster.step_time(number, run.seed) * delay for number in range(cluster.islands if by_cluster else 0)]
+        return replace(plan, grace_s=plan.grace_s * delay), tuple(1 / time_s for time_s in step_times)
 
     def ignored_settings(self, run: Run) -> str:
         """The settings that real machines ignore or change, in one line."""

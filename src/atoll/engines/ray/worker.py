@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task, Workload
 from atoll.engines.accounting import ComputeSpan
-from atoll.engines.processes.replica import ProcessReplica, run_worker_round
+from atoll.engines.processes.timed_replica import ProcessReplica, run_worker_round
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.client import HubClient
 from atoll.engines.ray.messages import (
@@ -38,10 +38,11 @@ from atoll.engines.ray.messages import (
     tree_copy,
     tree_view,
 )
-from atoll.engines.ray.spec import further_devices
+from atoll.engines.ray.spec import Ray, further_devices
 from atoll.engines.round_record import WallClock
 from atoll.engines.training_setup import loss_of, replica_of
-from atoll.engines.warm_start import Cache, load_data
+from atoll.engines.warm_start_training import Cache, load_data
+from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.run import Run, device_of, dtype_of
@@ -50,71 +51,44 @@ from atoll.runs.workloads import data_fingerprint, sharded_workload, single_shar
 _PULL_WAIT_S = 5.0
 
 
-class WorkerReplicas:
-    """Loads the data in the worker's process, once, and creates the replicas that the worker trains.
-
-    Args:
-        run: resolved.
-        weights: a reference to the bytes of the warm start, if the data are partitioned by it.
-        workload: trained instead of the Run's model and data.
-        devices: of the worker.
-    """
-
-    def __init__(self, run: Run, weights: tuple[Any, ...], workload: Workload | None, devices: int) -> None:
-        self._run, self._devices = run, devices
-        self._workload = workload or self._load(weights)
-        self._loss = loss_of(run, self._workload)
-
-    def _load(self, weights: tuple[Any, ...]) -> Workload:
-        run, data = self._run, load_data(self._run, Cache())
-        if not weights:  # the partition does not depend on weights
-            return sharded_workload(run, data, Tree.of({}))
-        like = initial_weights(single_shard_workload(run, data), device_of(run), dtype_of(run))
-        return sharded_workload(run, data, tree_view(bootstrap.library().get(weights[0]), like.layout, dtype_name(like)).copy())
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the data."""
-        return str(data_fingerprint(self._workload))
-
-    def replica(self, worker: int) -> LocalReplica:
-        """A replica with a fresh optimizer."""
-        devices = further_devices(device_of(self._run), self._devices)
-        return replica_of(self._run, self._workload, self._loss, worker, more_devices=devices)
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkerProcessSpec:
-    """What a worker process is made of.
+    """What a worker process is made of: what all workers of a run share, and its slot and incarnation."""
 
-    Attributes:
-        worker, incarnation: its slot, and a number higher than that of each worker that had the slot before.
-        pause_s: extra sleep per batch, to play a slower machine.
-        timeout_s: how long it waits for a hub that does not reply.
-    """
+    run: Run  # resolved
+    engine: Ray
+    gpus: float
+    workload: Workload | None  # trained instead of the Run's model and data
+    weights: tuple[Any, ...]  # a reference to the bytes of the warm start, if the data are partitioned by it
+    logs: Path
+    worker: int = 0
+    incarnation: int = 0  # higher than that of each worker that had the slot before
 
-    worker: int
-    incarnation: int
-    algorithm: AsyncAlgorithm[Any]
-    load: Callable[[], WorkerReplicas]
-    threads: int
-    pause_s: float
-    timeout_s: float
-    log: Path
+    @property
+    def log(self) -> Path:
+        return self.logs / f"worker-{self.worker}.log"
+
+    @property
+    def cpus(self) -> float:
+        """A local Ray has one for each worker. On a cluster a worker requests as many as it has threads."""
+        return 1.0 if self.engine.address is None else float(self.run.cluster.threads_per_island * self.engine.devices)
 
 
 class WorkerProcess:
     """The worker process. `hub` is the handle of the hub's actor, `ray` the library if it is not the installed one."""
 
     def __init__(self, spec: WorkerProcessSpec, hub: Any, ray: Any = None) -> None:
-        torch.set_num_threads(spec.threads)
+        run, threads = spec.run, spec.run.cluster.threads_per_island
+        torch.set_num_threads(threads)
         ignore_read_only_warning()
-        self._spec, self._ray = spec, ray or bootstrap.library()
-        self._client = HubClient(self._ray, hub, timeout_s=spec.timeout_s, log=self._log)
-        self._about = f"process {os.getpid()} on {platform.node()}, {spec.threads} thread(s)"
+        self._spec, self._run, self._ray = spec, run, ray or bootstrap.library()
+        self._client = HubClient(self._ray, hub, timeout_s=spec.engine.hub_timeout_s, log=self._log)
+        self._about = f"process {os.getpid()} on {platform.node()}, {threads} thread(s)"
         self._log(f"incarnation {spec.incarnation}: {self._about}")
         self._clock = WallClock()
-        self._replicas: WorkerReplicas
+        self._pause_s = (spec.engine.step_delay or 0.0) * run.effective_cluster.step_time(spec.worker, run.seed)
+        self._workload: Workload
+        self._loss: Loss
         self._replica: LocalReplica
         self._last: RoundId | None = None
 
@@ -137,8 +111,9 @@ class WorkerProcess:
 
     def _work(self) -> int:
         rounds, spec = 0, self._spec
-        self._replicas = spec.load()
-        self._replica = self._replicas.replica(spec.worker)
+        self._workload = spec.workload or self._load_workload()
+        self._loss = loss_of(self._run, self._workload)
+        self._replica = self._new_replica()
         self._register()
         while True:
             wait_s = self._client.wait_s(_PULL_WAIT_S)
@@ -156,16 +131,29 @@ class WorkerProcess:
                 case "wait":
                     pass
 
+    def _load_workload(self) -> Workload:
+        run, data = self._run, load_data(self._run, Cache())
+        if not self._spec.weights:  # the partition does not depend on weights
+            return sharded_workload(run, data, Tree.of({}))
+        like = initial_weights(single_shard_workload(run, data), device_of(run), dtype_of(run))
+        return sharded_workload(run, data, tree_view(self._ray.get(self._spec.weights[0]), like.layout, dtype_name(like)).copy())
+
+    def _new_replica(self) -> LocalReplica:
+        """A replica with a fresh optimizer."""
+        devices = further_devices(device_of(self._run), self._spec.engine.devices)
+        return replica_of(self._run, self._workload, self._loss, self._spec.worker, more_devices=devices)
+
     def _register(self) -> None:
         if self._last is not None:
             self._reset("the hub does not know this worker")
-        reason = self._client.call("register", self._spec.worker, self._spec.incarnation, self._replicas.fingerprint, self._about)
+        fingerprint = str(data_fingerprint(self._workload))
+        reason = self._client.call("register", self._spec.worker, self._spec.incarnation, fingerprint, self._about)
         if reason:
             raise ConfigError(reason)
 
     def _reset(self, why: str) -> None:
         """Continues with a fresh inner optimizer."""
-        self._replica, self._last = self._replicas.replica(self._spec.worker), None
+        self._replica, self._last = self._new_replica(), None
         self._log(f"resets its optimizer: {why}")
 
     def _round(self, task: TaskMessage) -> int:
@@ -183,10 +171,11 @@ class WorkerProcess:
             self._replica,
             clock=self._clock,
             on_computed=computed.append,
-            pause_s=self._spec.pause_s,
+            pause_s=self._pause_s,
             allow_nonfinite=True,  # the hub refuses an unusable update, and dispatches the round again
         )
-        delta = run_worker_round(self._spec.algorithm, replica, Task(params, task.steps, task.work))
+        assert isinstance(self._run.algorithm, AsyncAlgorithm)
+        delta = run_worker_round(self._run.algorithm, replica, Task(params, task.steps, task.work))
         self._push(task.round_id, begin_s, computed, delta)
         if not params.deleted:
             params.release()
@@ -201,13 +190,13 @@ class WorkerProcess:
         status: PushStatus = self._client.call("push", update, reference)
         self._last = round_id
         if status == "refused":  # the optimizer's moments are as unusable as the update
-            self._replica = self._replicas.replica(self._spec.worker)
+            self._replica = self._new_replica()
         if status not in ("accepted", "finished"):
             self._log(f"round {round_id[0]}: {status}")
 
 
-def start_worker(ray: Any, spec: WorkerProcessSpec, hub: Any, *, cpus: float, gpus: float) -> tuple[Any, Any]:
+def start_worker(ray: Any, spec: WorkerProcessSpec, hub: Any) -> tuple[Any, Any]:
     """Starts a worker on a machine with room. Returns its handle and a reference to the result of its work."""
-    actor = ray.remote(WorkerProcess).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
+    actor = ray.remote(WorkerProcess).options(num_cpus=spec.cpus, num_gpus=spec.gpus, max_restarts=0, max_task_retries=0)
     worker = actor.remote(spec, hub)
     return worker, worker.work.remote()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,28 +22,16 @@ import torch
 from atoll.algorithms.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.core.events import IslandJoined, IslandLeft, Progress, RunFinished
+from atoll.core.events import IslandJoined, IslandLeft, Progress
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
-from atoll.engines.accounting import (
-    MAX_REFUSALS,
-    ComputeSpan,
-    RunAccounting,
-    dispatched,
-    hub_parts,
-    refused,
-    restore_hub,
-    returned,
-    window_closed,
-)
-from atoll.engines.simulator.compute_pool import ComputePool
-from atoll.engines.simulator.engine import SimSetup
-from atoll.engines.simulator.peers import Compute, SimReplica
+from atoll.engines.accounting import MAX_REFUSALS, ComputeSpan
+from atoll.engines.simulator.engine import BaseSimEngine, SimSetup
+from atoll.engines.simulator.peers import SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.engines.training_setup import passed_multiple
-from atoll.replica.forward_backward import ModuleTraits
-from atoll.replica.local_replica import LocalReplica
-from atoll.runs.cluster import CONTROL_BYTES, Cluster, draw
+from atoll.replica.local_replica import ComputeJob, LocalReplica
+from atoll.runs.cluster import CONTROL_BYTES, draw
 
 
 @dataclass
@@ -52,25 +40,16 @@ class SimWorker:
 
     id: int
     replica: LocalReplica
-    accounted_s: float
-    """Until when its presence is accounted."""
-    dispatch: Dispatch | None = None
-    """Its present round."""
-    begin_s: float = 0.0
-    """When it has received the weights of this round."""
-    end_s: float = 0.0
-    """When it will have trained."""
-    arrival_s: float = math.inf
-    """When its update will arrive at the hub."""
-    steps_before: int = 0
-    """Steps of its replica before this round."""
-    replica_before: dict[str, Any] | None = None
-    """The replica's state before this round; None if the run saves nothing."""
+    accounted_s: float  # until when its presence is accounted
+    dispatch: Dispatch | None = None  # its present round
+    begin_s: float = 0.0  # when it has received the weights of this round
+    end_s: float = 0.0  # when it will have trained
+    arrival_s: float = math.inf  # when its update will arrive at the hub
+    steps_before: int = 0  # steps of its replica before this round
+    replica_before: dict[str, Any] | None = None  # the replica's state before this round; None if the run saves nothing
     task: ClockTask | None = None
-    spans: list[ComputeSpan] = field(default_factory=list)
-    """Of this round."""
-    refusals: int = 0
-    """In a row."""
+    spans: list[ComputeSpan] = field(default_factory=list)  # of this round
+    refusals: int = 0  # in a row
 
     def resumable(self) -> dict[str, Any]:
         """The replica's state for a checkpoint: as it was before the present round, or as it is if there is none."""
@@ -96,65 +75,7 @@ class SimHub:
         await Wait(partial(self._engine.start_push, self._worker, self._dispatch, delta.donate()))
 
 
-class SimWorkers:
-    """All present workers, with their timing and their ledgers."""
-
-    def __init__(
-        self, cluster: Cluster, seed: int, accounting: RunAccounting, pool: ComputePool, make_replica: Callable[[int], LocalReplica]
-    ) -> None:
-        self.present: dict[int, SimWorker] = {}
-        self._cluster, self._seed, self._accounting, self._pool = cluster, seed, accounting, pool
-        self._make_replica = make_replica
-        self._traits: ModuleTraits | None = None
-
-    def add(self, island: int, now_s: float) -> None:
-        self.present[island] = SimWorker(island, self.new_replica(island), now_s)
-
-    def new_replica(self, island: int) -> LocalReplica:
-        """Made on the pool, because making a module may draw from the generators that training replicas draw from."""
-        replica = self._pool.run(lambda: self._make_replica(island))
-        replica.cancelled = self._pool.closing
-        if self._traits is None:  # the traits are the same for all replicas
-            self._traits = replica.traits
-        replica.traits = self._traits
-        return replica
-
-    def speed(self, island: int) -> float:
-        """In steps per second."""
-        return 1 / self._cluster.step_time(island, self._seed)
-
-    def duration_s(self, island: int, round: int, batches: float, span: int = 0) -> float:
-        """Of the compute span with this number in a round."""
-        jitter = self._cluster.jitter(island, f"{round}.{span}" if span else round, batches, self._seed)
-        return batches * (self._cluster.step_time(island, self._seed) * jitter)
-
-    def predict(self, worker: SimWorker, dispatch: Dispatch, num_bytes: int) -> None:
-        """Predicts when the worker has its weights, has trained, and its update arrives."""
-        link = self._cluster.link_of(worker.id)
-        worker.begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
-        worker.end_s = worker.begin_s + self.duration_s(worker.id, dispatch.round, dispatch.steps)
-        worker.arrival_s = worker.end_s + link.latency_s + num_bytes / link.up_bytes_per_s
-
-    def next_arrival_s(self, but: int | None = None) -> float:
-        """The predicted time of the next arrival. It is exact for a round that pulls, trains once and pushes."""
-        return min((w.arrival_s for w in self.present.values() if w.dispatch is not None and w.id != but), default=math.inf)
-
-    def close(self, worker: SimWorker, now_s: float) -> None:
-        """Accounts a worker that leaves, or that is present at the end of the run."""
-        self.account_presence(worker, now_s)
-        self.account_lost_computing(worker, now_s)
-
-    def account_presence(self, worker: SimWorker, now_s: float) -> None:
-        self._accounting.ledgers[worker.id].present_s += now_s - worker.accounted_s
-        worker.accounted_s = now_s
-
-    def account_lost_computing(self, worker: SimWorker, now_s: float) -> None:
-        """Accounts the computing of a round whose update is lost or refused."""
-        if worker.dispatch is not None:
-            self._accounting.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.end_s) - worker.begin_s)
-
-
-class AsyncSimEngine:
+class AsyncSimEngine(BaseSimEngine):
     """Runs an asynchronous algorithm on a simulated cluster, whose links lead to a hub of unlimited capacity. The run ends at the
     hub step that reaches `setup.steps * cluster.islands` local updates."""
 
@@ -163,8 +84,8 @@ class AsyncSimEngine:
         cluster.check_asynchronous()
         if setup.steps < 1:
             raise ConfigError(f"steps={setup.steps}: there must be at least 1 inner step per island.")
-        self.algorithm, self.cluster, self.steps = algorithm, cluster, setup.steps
-        self.accounting = RunAccounting(cluster.islands)
+        super().__init__(setup)
+        self.algorithm = algorithm
         self.hub = AsyncHub(
             algorithm,
             setup.params.copy(),  # the hub reuses its buffers; the caller keeps its own
@@ -172,50 +93,38 @@ class AsyncSimEngine:
             updates=setup.steps * cluster.islands,
             draw=lambda round: draw(setup.seed, "shard", round),
         )
-        self._setup, self._sink = setup, setup.sink
-        self._pool = ComputePool(cluster, lambda: self._sink.emit(self._progress()), setup.batched_compute)
-        self._workers = SimWorkers(cluster, setup.seed, self.accounting, self._pool, setup.make_replica)
+        self.workers: dict[int, SimWorker] = {}  # the present ones
         self._clock = VirtualClock()
         self._now_s = 0.0
         self._changes_done = 0
-        self._watched_s = math.nan
-        """The end of the window that the clock will wake the hub for."""
+        self._watched_s = math.nan  # the end of the window that the clock will wake the hub for
         for island in cluster.present_at_start():
-            self._workers.add(island, 0.0)
-        first = next((worker.replica for worker in self.workers.values()), None) or self._workers.new_replica(0)
-        self._any_replica = first
-        self._buffers = copy.deepcopy(first.buffers())
+            self.workers[island] = SimWorker(island, self._new_replica(island), accounted_s=0.0)
+        self._first_replica = next((worker.replica for worker in self.workers.values()), None) or self._new_replica(0)
+        self._buffers = copy.deepcopy(self._first_replica.buffers())
 
     # -------------------------------------------------------------------------------------------------------- the whole run
 
-    def run(self, warm_start_tokens: int = 0) -> RunFinished:
-        """Runs until the run has its local updates."""
-        with self._pool.open(self._any_replica):
-            resumed = self.hub.scheduler.rounds > 0
-            if not self.accounting.totals.metrics:
-                self._evaluate()
-            if not self.hub.done:
-                self._run_rounds(resumed)
+    def _train(self) -> None:
+        if not self.hub.done:
+            self._run_rounds()
         for worker in self.workers.values():
-            self._workers.close(worker, self._now_s)
-        finished = self.accounting.finished(self._now_s, warm_start_tokens, self.params.digest())
-        self._sink.emit(finished)
-        return finished
+            self._close(worker, self._now_s)
 
-    def _run_rounds(self, resumed: bool) -> None:
+    def _run_rounds(self) -> None:
         try:
             self._schedule_changes()
-            if resumed:
+            if self.hub.scheduler.rounds > 0:
                 self._restart_rounds()
             else:
-                self._apply(self.hub.join_all({island: self._workers.speed(island) for island in self.workers}, 0.0))
+                self._apply(self.hub.join_all({island: self._speed(island) for island in self.workers}, 0.0))
             self._clock.run(stop=lambda: self.hub.done)
         finally:
             self._clock.close()
         if not self.hub.done:
             scheduler = self.hub.scheduler
             raise ExchangeFailed(
-                f"at {self._now_s:.2f} s no worker is left and none will come back, after {scheduler.local_updates} of "
+                f"at {self._now_s:.2f} s no worker is left and none will return, after {scheduler.local_updates} of "
                 f"{scheduler.updates} local updates. Its checkpoints are valid, but the run cannot continue. Start a new run in "
                 f"which cluster.outages have a stop_s."
             )
@@ -228,13 +137,7 @@ class AsyncSimEngine:
         self._watch_window()
 
     @property
-    def workers(self) -> dict[int, SimWorker]:
-        """The present workers."""
-        return self._workers.present
-
-    @property
     def params(self) -> Tree:
-        """The hub's weights."""
         return self.hub.params
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -242,17 +145,12 @@ class AsyncSimEngine:
         return self._buffers
 
     @property
-    def steps_taken(self) -> int:
-        return self.accounting.totals.steps
-
-    @property
-    def round(self) -> int:
-        """Finished rounds, which are the hub's steps."""
-        return self.accounting.totals.round
-
-    @property
     def virtual_time_s(self) -> float:
         return self._now_s
+
+    @property
+    def _any_replica(self) -> LocalReplica:
+        return self._first_replica
 
     def _progress(self) -> Progress:
         """The steps that have arrived, and those of rounds under way."""
@@ -267,11 +165,10 @@ class AsyncSimEngine:
             match outcome:
                 case Dispatch():
                     self._start_round(outcome)
-                    self._sink.emit(dispatched(outcome, self.workers[outcome.worker].begin_s, self.params.nbytes))
-                case ClosedWindow():
-                    self._sink.emit(window_closed(outcome))
-                case AbandonedRound():
-                    self._sink.emit(returned(outcome))
+                    begin_s = self.workers[outcome.worker].begin_s
+                    self._sink.emit(self.accounting.dispatched(outcome, begin_s, self.params.nbytes))
+                case ClosedWindow() | AbandonedRound():
+                    self._sink.emit(self.accounting.hub_event(outcome))
                 case Applied():
                     self._account_update(outcome)
                 case Refusal():
@@ -280,11 +177,11 @@ class AsyncSimEngine:
     def _start_round(self, dispatch: Dispatch) -> None:
         worker = self.workers[dispatch.worker]
         worker.dispatch, worker.spans, worker.steps_before = dispatch, [], worker.replica.steps_taken
-        self._workers.predict(worker, dispatch, self.params.nbytes)
+        self._predict(worker, dispatch)
         if self._setup.save is not None:
             worker.replica_before = copy.deepcopy(worker.replica.state())
         hub = SimHub(self, worker, dispatch, self.hub.task(dispatch))
-        coroutine = self.algorithm.round(SimReplica(self, worker.id, worker.replica), hub)
+        coroutine = self.algorithm.round(SimReplica(worker.replica, partial(self._compute, worker)), hub)
         worker.task = self._clock.spawn(f"worker {worker.id}", coroutine, dispatch.time_s, partial(self._end_round, hub, worker))
 
     def _end_round(self, hub: SimHub, worker: SimWorker, task: ClockTask) -> None:
@@ -294,21 +191,11 @@ class AsyncSimEngine:
                 f"Every round of {type(self.algorithm).__name__} must end with `await hub.push(...)`."
             )
 
-    def compute(self, island: int, function: Compute, *, steps: int, batches: float, draw: str | None = None) -> Wait:
-        worker = self.workers[island]
-
+    def _compute(self, worker: SimWorker, job: ComputeJob) -> Wait:
         def start(task: ClockTask) -> None:
             assert worker.dispatch is not None
-            start_s = task.now_s
-            end_s = start_s + self._workers.duration_s(worker.id, worker.dispatch.round, batches, len(worker.spans))
-            future = self._pool.submit(function)
-
-            def finish() -> Any:
-                result, computed = self._pool.result(future)
-                worker.spans.append(ComputeSpan(start_s, end_s, steps, batches, *computed))
-                return result
-
-            task.resume_at(end_s, finish)
+            seconds = self._duration_s(worker.id, worker.dispatch.round, job.batches, len(worker.spans))
+            self._pool.compute(job, task, seconds, worker.spans.append)
 
         return Wait(start)
 
@@ -322,13 +209,13 @@ class AsyncSimEngine:
     def _arrive(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, now_s: float) -> None:
         """The hub gets an update. If the link lost it, the hub returns its data and dispatches the worker again."""
         self._now_s, before = now_s, self.accounting.totals.local_updates
-        next_s = self._workers.next_arrival_s(but=worker.id)
-        self.accounting.sent([worker.id], [delta.nbytes], [CONTROL_BYTES])
+        next_s = self._next_arrival_s(but=worker.id)
+        self.accounting.sent(worker.id, delta.nbytes, CONTROL_BYTES)
         if self.cluster.delivers(worker.id, dispatch.round, self._setup.seed):
             seconds = math.fsum(span.end_s - span.start_s for span in worker.spans)
             self._apply(self.hub.push(Push(worker.id, dispatch.round, delta, seconds or None), now_s, next_s))
         elif self.hub.scheduler.open_dispatch(worker.id, dispatch.round) is not None:  # not a second delivery of the same update
-            self._workers.account_lost_computing(worker, self._now_s)
+            self._account_lost_computing(worker, self._now_s)
             self._apply(self.hub.give_up(worker.id, now_s))
         self._tick()
         if self._is_due(before, self._setup.save_every) and self._setup.save is not None:
@@ -337,7 +224,7 @@ class AsyncSimEngine:
     def _tick(self) -> None:
         """Tells the hub when the next update arrives, which may close a window. If a window stays open, the clock wakes the hub at
         its deadline: a round that trains more than once arrives later than predicted."""
-        self._apply(self.hub.tick(self._now_s, self._workers.next_arrival_s()))
+        self._apply(self.hub.tick(self._now_s, self._next_arrival_s()))
         self._watch_window()
 
     def _watch_window(self) -> None:
@@ -348,7 +235,7 @@ class AsyncSimEngine:
 
     async def _end_window(self, deadline_s: float) -> None:
         if self.hub.scheduler.deadline_s == deadline_s and not self.hub.done:
-            outcomes = self.hub.tick(deadline_s, self._workers.next_arrival_s())
+            outcomes = self.hub.tick(deadline_s, self._next_arrival_s())
             self._now_s = deadline_s if outcomes else self._now_s
             self._apply(outcomes)
 
@@ -363,7 +250,7 @@ class AsyncSimEngine:
         self._buffers = copy.deepcopy(worker.replica.buffers())
         pushed_s = worker.spans[-1].end_s if worker.spans else worker.begin_s
         for other in self.workers.values():
-            self._workers.account_presence(other, applied.time_s)
+            self._account_presence(other, applied.time_s)
         for event in self.accounting.update_applied(
             applied, worker.spans, pushed_s=pushed_s, sent_bytes=self.params.nbytes, workers=len(self.workers)
         ):
@@ -372,7 +259,7 @@ class AsyncSimEngine:
             self._evaluate()
 
     def _refuse(self, refusal: Refusal) -> None:
-        self._sink.emit(refused(refusal))
+        self._sink.emit(self.accounting.hub_event(refusal))
         if not refusal.known:
             return
         worker = self.workers[refusal.worker]
@@ -382,8 +269,8 @@ class AsyncSimEngine:
                 f"worker {worker.id} has brought {worker.refusals} unusable updates in a row: {refusal.reason}. The run stops; its "
                 f"checkpoints are valid. Lower the learning rate, or set train.clip_norm."
             )
-        self._workers.account_lost_computing(worker, self._now_s)
-        worker.replica = self._workers.new_replica(worker.id)  # its moments are as unusable as its update
+        self._account_lost_computing(worker, self._now_s)
+        worker.replica = self._new_replica(worker.id)  # its moments are as unusable as its update
 
     def _evaluate(self) -> None:
         if not self.params.is_finite():
@@ -391,31 +278,65 @@ class AsyncSimEngine:
                 f"the hub's weights are no longer finite after {self.round} arrivals, though every delta was. The run stops; its "
                 f"checkpoints are valid. Lower the outer learning rate, or the weight of each arrival."
             )
-        metrics = self._pool.run(lambda: self._setup.evaluate(self.params, self._buffers))
-        self._sink.emit(self.accounting.evaluated(metrics, self._now_s))
+        super()._evaluate()
+
+    # ---------------------------------------------------------------------------------------------- the workers' timing and ledgers
+
+    def _speed(self, island: int) -> float:
+        """In steps per second."""
+        return 1 / self.cluster.step_time(island, self._setup.seed)
+
+    def _duration_s(self, island: int, round: int, batches: float, span: int = 0) -> float:
+        """Of the compute span with this number in a round."""
+        jitter = self.cluster.jitter(island, f"{round}.{span}" if span else round, batches, self._setup.seed)
+        return batches * (self.cluster.step_time(island, self._setup.seed) * jitter)
+
+    def _predict(self, worker: SimWorker, dispatch: Dispatch) -> None:
+        """Predicts when the worker has its weights, has trained, and its update arrives."""
+        link, num_bytes = self.cluster.link_of(worker.id), self.params.nbytes
+        worker.begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
+        worker.end_s = worker.begin_s + self._duration_s(worker.id, dispatch.round, dispatch.steps)
+        worker.arrival_s = worker.end_s + link.latency_s + num_bytes / link.up_bytes_per_s
+
+    def _next_arrival_s(self, but: int | None = None) -> float:
+        """The predicted time of the next arrival. It is exact for a round that pulls, trains once and pushes."""
+        return min((w.arrival_s for w in self.workers.values() if w.dispatch is not None and w.id != but), default=math.inf)
+
+    def _close(self, worker: SimWorker, now_s: float) -> None:
+        """Accounts a worker that leaves, or that is present at the end of the run."""
+        self._account_presence(worker, now_s)
+        self._account_lost_computing(worker, now_s)
+
+    def _account_presence(self, worker: SimWorker, now_s: float) -> None:
+        self.accounting.ledgers[worker.id].present_s += now_s - worker.accounted_s
+        worker.accounted_s = now_s
+
+    def _account_lost_computing(self, worker: SimWorker, now_s: float) -> None:
+        """Accounts the computing of a round whose update is lost or refused."""
+        if worker.dispatch is not None:
+            self.accounting.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.end_s) - worker.begin_s)
 
     # -------------------------------------------------------------------------------------------------- joining and leaving
 
     def _schedule_changes(self) -> None:
         """Schedules all joins and leaves that remain, before anything else, so that they come first among events of one moment."""
         for time_s, island, joins in self.cluster.membership_changes()[self._changes_done :]:
-            change: Coroutine[Any, Any, None] = self._change(time_s, island, joins)
-            self._clock.spawn(f"island {island} {'joins' if joins else 'leaves'}", change, time_s)
+            self._clock.spawn(f"island {island} {'joins' if joins else 'leaves'}", self._change(time_s, island, joins), time_s)
 
     async def _change(self, time_s: float, island: int, joins: bool) -> None:
         self._now_s = time_s
         self._changes_done += 1
         if joins:
-            self._workers.add(island, time_s)
+            self.workers[island] = SimWorker(island, self._new_replica(island), accounted_s=time_s)
             self._sink.emit(IslandJoined(island=island, round=self.round, virtual_time_s=time_s, donor=None, sent_bytes=0))
-            self._apply(self.hub.join(island, time_s, self._workers.speed(island)))
+            self._apply(self.hub.join(island, time_s, self._speed(island)))
         else:
             gone = self.workers.pop(island)
             if gone.task is not None:
                 gone.task.close()
-            self._workers.close(gone, time_s)
+            self._close(gone, time_s)
             self._sink.emit(IslandLeft(island=island, round=self.round, virtual_time_s=time_s))
-            self._apply(self.hub.leave(island, time_s, self._workers.next_arrival_s()))
+            self._apply(self.hub.leave(island, time_s, self._next_arrival_s()))
         self._tick()
 
     # -------------------------------------------------------------------------------------------------------------- saving
@@ -429,18 +350,18 @@ class AsyncSimEngine:
             "workers": [[worker.id, worker.accounted_s, worker.refusals] for worker in self.workers.values()],
         }
         workers = {f"worker-{worker.id}": {"replica": worker.resumable()} for worker in self.workers.values()}
-        return {**hub_parts(self.hub, self.accounting, self._buffers, engine), **workers}
+        return {**self.accounting.hub_parts(self.hub, self._buffers, engine), **workers}
 
     def restore(self, load: Callable[[str, Any], Any]) -> None:
         """Restores a checkpoint. `load(part, like)` returns a part, with the types of `like`."""
-        engine, self._buffers = restore_hub(self.hub, self.accounting, load)
+        engine, self._buffers = self.accounting.restore_hub(self.hub, load)
         self._pool.from_part(engine["batched_compute"])
         self._now_s, self._changes_done = engine["now_s"], engine["changes_done"]
-        fresh, self._workers.present = self.workers, {}
+        fresh, self.workers = self.workers, {}
         for island, accounted_s, refusals in engine["workers"]:
-            replica = fresh[island].replica if island in fresh else self._workers.new_replica(island)
+            replica = fresh[island].replica if island in fresh else self._new_replica(island)
             replica.restore(load(f"worker-{island}", None)["replica"])
             dispatch = self.hub.scheduler.workers[island].dispatch
             worker = self.workers[island] = SimWorker(island, replica, accounted_s, dispatch=dispatch, refusals=refusals)
             if dispatch is not None:  # a finished run accounts this round without starting it again
-                self._workers.predict(worker, dispatch, self.params.nbytes)
+                self._predict(worker, dispatch)

@@ -1,8 +1,4 @@
-"""Batched computing of islands that share one device: stacked by vmap or one after the other, whichever is measured to be faster.
-
-The compute pool queues jobs until the engine asks for one result. By then all islands that begin at the same virtual moment have
-submitted theirs, and jobs of one kind run in one stack.
-"""
+"""Batched computing of islands that share one device: stacked by vmap or one after the other, as measured to be faster."""
 
 from __future__ import annotations
 
@@ -20,45 +16,37 @@ from atoll.replica.vmap_stack import RaggedBatches, VmapStack, uses_cuda_graphs,
 BatchMode = Literal["auto", "stacked", "apart"]
 _WARMUP_PASSES, _TIMED_PASSES = 2, 3
 """Passes of a measurement. The first ones compile."""
-_FILLED_S = 0.1
-"""A pass that takes a CPU this long gains nothing in a stack."""
+_FILLED_S = 0.1  # a pass that takes a CPU this long gains nothing in a stack
 _FILLED_SHARE = 0.5
 """A pass whose kernels the host has launched within this share of its time keeps the GPU busy, and gains nothing in a stack."""
 
 
 class BatchedCompute:
-    """Computes the jobs of all islands on one device.
-
-    Args:
-        how: `stacked`, one after the other (`apart`), or `auto` for the faster one, which is measured once.
-        rows: the most islands that compute at a time.
-        loss: the workload's, not compiled.
-        compiled: whether islands compute with a compiled loss.
-        on_decision: called once with the decision and its reason.
-    """
+    """Computes the jobs of all islands on one device: `stacked`, one after the other (`apart`), or `auto` for the faster one. At
+    most `rows` islands compute at a time. `loss` is the workload's; `compiled`: stacks compile it. `on_decision` is called
+    once with the decision and its reason."""
 
     def __init__(self, how: BatchMode, rows: int, loss: Loss, *, compiled: bool, on_decision: Callable[[str, str], object]) -> None:
-        self.how = how
-        """Decided at the first jobs."""
+        self.how = how  # decided at the first jobs
         self._requested = how
         self._why, self._on_decision, self._unreported = "it was asked for", on_decision, False
         self._rows, self._loss, self._compiled = rows, loss, compiled
         self._decided = how == "apart"
-        self._one: VmapStack | None = None
-        """For one island at a time, where a CUDA graph is faster than the replica's own passes."""
+        self._one: VmapStack | None = None  # for one island at a time, where a CUDA graph is faster than the replica's own passes
         self._all: VmapStack | None = None
-        self._min_jobs = 2
-        """The fewest jobs that are faster in a stack."""
-        self._restored: dict[str, Any] | None = None
-        """The decision of a run before it was interrupted."""
+        self._min_jobs = 2  # the fewest jobs that are faster in a stack
+        self._restored: dict[str, Any] | None = None  # the decision of a run before it was interrupted
 
     def __call__(self, jobs: Sequence[ComputeJob]) -> list[tuple[Any, Any]]:
         """The results of these jobs, in order."""
+        groups: dict[int, list[int]] = {}  # training, or gradients of equal pieces, fit in one stack
+        for number, job in enumerate(jobs):
+            groups.setdefault(0 if isinstance(job, TrainJob) else job.work.pieces, []).append(number)
         answers: dict[int, tuple[Any, Any]] = {}
-        for group in _groups(jobs):
-            for part in (group[at : at + self._rows] for at in range(0, len(group), self._rows)):
-                found = self._compute([jobs[number] for number in part])
-                answers.update(zip(part, found, strict=True))
+        for group in groups.values():
+            for start in range(0, len(group), self._rows):
+                part = group[start : start + self._rows]
+                answers.update(zip(part, self._compute([jobs[number] for number in part]), strict=True))
         return [answers[number] for number in range(len(jobs))]
 
     def report(self) -> None:
@@ -113,22 +101,22 @@ class BatchedCompute:
 
     def _decide(self, jobs: Sequence[ComputeJob]) -> None:
         self._decided, self._unreported = True, self._restored is None  # the log has a restored decision already
-        refused = why_not_stackable(jobs[0].replica)
+        replica = jobs[0].replica
+        refused = why_not_stackable(replica)
         if self.how == "stacked" and refused:
             raise ConfigError(f"train.together=stacked: {refused}. Use train.together=auto.")
         if self._restored is not None:
-            self._one = self._stack(jobs[0].replica, 1) if self._restored["one"] else None
-            self._all = self._stack(jobs[0].replica, self._rows) if self._restored["all"] else None
+            self._one = self._stack(replica, 1) if self._restored["one"] else None
+            self._all = self._stack(replica, self._rows) if self._restored["all"] else None
             self._restored = None
         elif self.how == "stacked":
-            self._one = self._stack(jobs[0].replica, 1)
-            self._all = self._stack(jobs[0].replica, self._rows) if self._rows > 1 else None
-            if not jobs[0].replica.device.startswith("cuda"):
+            self._one, self._all = self._stack(replica, 1), self._stack(replica, self._rows) if self._rows > 1 else None
+            if not replica.device.startswith("cuda"):
                 self._min_jobs = 1  # so that the number of jobs, which depends on where a run was resumed, changes no bits
         else:
             self.how, self._why = "apart", refused
             if not refused:
-                self._measure(jobs)
+                self._measure(replica, jobs[0].first_batch())
 
     def _stack(self, replica: LocalReplica, rows: int) -> VmapStack | None:
         """None for one row, if a replica is as fast by itself."""
@@ -136,8 +124,7 @@ class BatchedCompute:
             return None
         return VmapStack(replica, rows, self._loss, compiled=self._compiled)
 
-    def _measure(self, jobs: Sequence[ComputeJob]) -> None:
-        replica, batch = jobs[0].replica, jobs[0].first_batch()
+    def _measure(self, replica: LocalReplica, batch: Any) -> None:
         apart_s = _seconds(lambda: replica.dry_run(batch), replica.device)
         if _fills(lambda: replica.dry_run(batch), replica.device, apart_s):
             self._why = "one island's batch fills the device"
@@ -147,7 +134,7 @@ class BatchedCompute:
         self._all, all_s = self._try_stack(replica, batch, self._rows, self._rows * one_s) if self._rows > 1 else (None, 0.0)
         self._min_jobs = max(2, int(all_s / one_s) + 1)
         if self._all is not None:
-            self.how, self._why = "stacked", "it was measured to be faster"
+            self.how = "stacked"
         elif self._one is not None:
             self._why += "; passes of one island are CUDA graphs"
 
@@ -160,34 +147,22 @@ class BatchedCompute:
                 return None, otherwise_s
             stack_s = _seconds(lambda: stack.dry_run([batch] * rows), replica.device)
             stack.reserve_moments()
+            self._why = "it was measured to be faster"
+            if stack_s < otherwise_s:
+                return stack, stack_s
         except Exception as error:  # an operation without a vmap rule, or too little memory
             self._why = f"stacked it fails: {type(error).__name__} {str(error).partition(chr(10))[0]}"
-            if stack is not None:
-                stack.close()
-            return None, otherwise_s
-        self._why = "it was measured to be faster"
-        if stack_s < otherwise_s:
-            return stack, stack_s
-        stack.close()
+        if stack is not None:
+            stack.close()
         return None, otherwise_s
 
 
 def _rest(job: TrainJob, taken: ComputeResult) -> ComputeResult:
     """Takes the steps of a job that are left after those `taken`."""
-    after = len(taken.losses)
-    if after == job.steps:
+    if len(taken.losses) == job.steps:
         return taken
-    rest = job.replica.train(job.steps, job.work, after)
+    rest = job.replica.train(job.steps, job.work, after=len(taken.losses))
     return ComputeResult([*taken.losses, *rest.losses], taken.tokens + rest.tokens)
-
-
-def _groups(jobs: Sequence[ComputeJob]) -> list[list[int]]:
-    """The indices of jobs that fit in one stack."""
-    groups: dict[Any, list[int]] = {}
-    for number, job in enumerate(jobs):
-        kind = "training" if isinstance(job, TrainJob) else f"gradient of 1/{job.work.pieces}"
-        groups.setdefault(kind, []).append(number)
-    return list(groups.values())
 
 
 def _seconds(compute: Callable[[], object], device: str) -> float:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite, products
+from atoll.core.nested_trees import memory_of
 from atoll.core.protocols import Mean, Scattered, Sink
-from atoll.core.pytree import memory_of
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.runs.cluster import (
@@ -45,57 +45,40 @@ class Contribution(NamedTuple):
 
     rank: int
     task: ClockTask
-    time_s: float
     tree: Tree
     weight: float
 
 
 @dataclass
 class SimCollectives:
-    """The exchanges of one round.
+    """The exchanges of one round."""
 
-    Args:
-        islands: the numbers of the members, in rank order.
-        heard: whether the messages of each member arrive in this round.
-        topology: of means; slices always travel on a ring.
-        inside: the island whose devices are the members; None if islands are.
-        devices: per island; each sends control bytes to its counterparts.
-    """
-
-    islands: Sequence[int]
-    heard: Sequence[bool]
+    islands: Sequence[int]  # the numbers of the members, in rank order
+    heard: Sequence[bool]  # whether the messages of each member arrive in this round
     links: Sequence[Link]
-    topology: Topology
+    topology: Topology  # of means; slices always travel on a ring
     accounting: RunAccounting
     sink: Sink
-    inside: int | None = None
-    devices: int = 1
-    committed: bool = False
-    """Whether an exchange of this round had any weight, or was a reduce-scatter."""
-    left_out: set[int] = field(default_factory=set)
-    """Ranks that a mean of this round left out."""
-    skipped: UpdateSkipped | None = None
-    """Set if the last gradients of this round were not finite, or had no weight."""
-    kept: Set[int] = frozenset()
-    """Memory of the States that the round began with."""
-    results: list[Tree] = field(default_factory=list)
-    """Trees that exchanges made; all members hold the same object."""
-    _waiting: dict[int, list[Contribution]] = field(default_factory=dict)
-    _operations: dict[int, str] = field(default_factory=dict)
+    inside: int | None = None  # the island whose devices are the members; None if islands are
+    committed: bool = False  # whether an exchange of this round had any weight, or was a reduce-scatter
+    left_out: set[int] = field(default_factory=set)  # ranks that a mean of this round left out
+    skipped: UpdateSkipped | None = None  # set if the last gradients of this round were not finite, or had no weight
+    kept: Set[int] = frozenset()  # memory of the States that the round began with
+    results: list[Tree] = field(default_factory=list)  # trees that exchanges made; all members hold the same object
+    _waiting: dict[int, tuple[str, list[Contribution]]] = field(default_factory=dict)  # operation and contributions by call
 
     def contribute(self, call: int, what: str, mine: Contribution, option: bool) -> None:
         """Joins the exchange number `call`. `option` is a mean's `compare` or a reduce-scatter's `wide`."""
         if what != "total" and not (math.isfinite(mine.weight) and mine.weight >= 0):
             raise ExchangeFailed(
-                f"{self.name(mine.rank)} comes to a {what} with a weight of {mine.weight}. Give it a finite weight of 0 or more."
+                f"{self.name(mine.rank)} calls {what} with a weight of {mine.weight}. Give it a finite weight of 0 or more."
             )
-        expected = self._operations.setdefault(call, what)
+        expected, contributions = self._waiting.setdefault(call, (what, []))
         if expected != what:
             raise ExchangeFailed(
-                f"in round {self.accounting.totals.round} {self.name(mine.rank)} comes to a {what}, but the others are at a "
+                f"in round {self.accounting.totals.round} {self.name(mine.rank)} calls {what}, but the other members are in "
                 f"{expected}. All islands must make the same calls in the same order."
             )
-        contributions = self._waiting.setdefault(call, [])
         contributions.append(mine)
         if len(contributions) == len(self.islands):
             del self._waiting[call]
@@ -124,50 +107,47 @@ class SimCollectives:
 
     def waiting(self) -> list[str]:
         """Which members wait in which collective, in words."""
-        pairs = [(call, one) for call, contributions in self._waiting.items() for one in contributions]
-        return [f"{self.name(one.rank)} in {self._operations[call]}" for call, one in pairs]
+        return [f"{self.name(one.rank)} in {what}" for what, contributions in self._waiting.values() for one in contributions]
 
     def _exchange(self, what: str, arrived: list[Contribution], option: bool) -> None:
         heard = [c for c in arrived if self.heard[c.rank]]
-        start_s = max(c.time_s for c in arrived)
+        start_s = max(c.task.now_s for c in arrived)
         if what != "mean" and len(heard) < len(arrived):  # a slice is missing
             missing = [self.islands[c.rank] for c in arrived if c not in heard]
             raise RoundAborted(what, missing, start_s + max(link.latency_s for link in self.links))
         cost = self._cost(what, heard)
         weight = float(len(heard)) if what == "all_gather" else float(sum(c.weight for c in heard))
         self.committed = self.committed or what == "reduce_scatter" or (weight > 0 and what != "total")
-        ranks = [c.rank for c in heard]
-        self.left_out |= {c.rank for c in arrived} - set(ranks)
-        control_bytes = self.devices * _CONTROL_BYTES[what] * (len(heard) - 1)
+        sent_bytes = {c.rank: num_bytes for c, num_bytes in zip(heard, cost.sent_bytes, strict=True)}
+        self.left_out |= {c.rank for c in arrived} - sent_bytes.keys()
+        devices = len(self.accounting.device_ledgers[0]) if self.inside is None and self.accounting.device_ledgers else 1
+        control_bytes = devices * _CONTROL_BYTES[what] * (len(heard) - 1)  # each device of an island sends to its counterparts
         event = self.accounting.exchanged(
             what,
             islands=self.islands,
-            heard=[c.rank in ranks for c in arrived],
-            arrived_s=[c.time_s for c in arrived],
+            heard=[c.rank in sent_bytes for c in arrived],
+            arrived_s=[c.task.now_s for c in arrived],
             end_s=start_s + cost.seconds,
-            sent_bytes=[cost.sent_bytes[ranks.index(c.rank)] if c.rank in ranks else 0 for c in arrived],
-            control_bytes=[control_bytes if c.rank in ranks else 0 for c in arrived],
+            sent_bytes=[sent_bytes.get(c.rank, 0) for c in arrived],
+            control_bytes=[control_bytes if c.rank in sent_bytes else 0 for c in arrived],
             weight=weight,
             background=arrived[0].task.flight,
             inside=self.inside,
         )
         self.sink.emit(event)
         results = self._results(what, arrived, heard, weight, wide=option)
-        if what in ("reduce_scatter", "mean") and heard:
-            self._check_usable(results[heard[0].rank], heard, event.end_s)
-        if what == "mean" and option and heard and self.inside is None:
-            found = products([c.tree for c in heard])
-            self.sink.emit(self.accounting.compared(found, results[heard[0].rank].value.norm()))
         if what in ("mean", "reduce_scatter"):
-            self._release_contributions(arrived)
+            if heard:
+                self._check_usable(results[heard[0].rank], heard, event.end_s)
+            if what == "mean" and option and heard and self.inside is None:
+                found = products([c.tree for c in heard])
+                self.sink.emit(self.accounting.compared(found, results[heard[0].rank].value.norm()))
+            # Contributions are donated, except for a State that the round may have to be repeated from: its buffers are `kept`.
+            for tree in {id(one.tree): one.tree for one in arrived}.values():
+                if not tree.borrowed and memory_of(tree) not in self.kept:
+                    tree.release()
         for one in arrived:
             one.task.resume_at(event.end_s, lambda result=results[one.rank]: result)  # type: ignore[misc]
-
-    def _release_contributions(self, arrived: Sequence[Contribution]) -> None:
-        """Contributions are donated, except for a State that the round may have to be repeated from: its buffers are `kept`."""
-        for tree in {id(one.tree): one.tree for one in arrived}.values():
-            if not tree.borrowed and memory_of(tree) not in self.kept:
-                tree.release()
 
     def _cost(self, what: str, heard: Sequence[Contribution]) -> CollectiveCost:
         if not heard:  # every island sent, and no message arrived

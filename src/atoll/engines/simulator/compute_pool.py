@@ -2,7 +2,8 @@
 
 The engine submits a job at the virtual moment it begins, and asks for the result at the moment it ends. On a CPU a pool of threads
 computes, so islands run in parallel, and the order in which real threads finish changes nothing. On one GPU jobs are queued until
-the engine asks for one of them, and then computed as a batch by `BatchedCompute`.
+the engine asks for one of them. By then all islands that begin at the same virtual moment have submitted theirs, and
+`BatchedCompute` computes them together.
 """
 
 from __future__ import annotations
@@ -18,32 +19,26 @@ from typing import Any, TypeVar
 import torch
 
 from atoll.core.flat_tree import free_buffer_pool
-from atoll.core.protocols import Sink
-from atoll.engines.accounting import ComputeSpan, RunAccounting
+from atoll.engines.accounting import ComputeSpan
 from atoll.engines.simulator.batched_compute import BatchedCompute
-from atoll.engines.simulator.peers import Compute
-from atoll.engines.simulator.virtual_clock import ClockTask, Wait
-from atoll.replica.local_replica import ComputeJob, LocalReplica, torch_threads
+from atoll.engines.simulator.virtual_clock import ClockTask
+from atoll.replica.local_replica import ComputeJob, ComputeResult, LocalReplica, torch_threads
 from atoll.runs.cluster import Cluster
 
 T = TypeVar("T")
-_PROGRESS_S = 1.0
-"""Seconds between two progress reports during a wait."""
+_PROGRESS_S = 1.0  # seconds between two progress reports during a wait
 _SWITCH_S = 0.0002
 
 
 class ComputePool:
-    """The threads of one run, each with the torch threads of one island.
-
-    Args:
-        report_progress: called about once a second while the engine waits.
-        batched: computes jobs of several islands at once on one device; None computes each by itself.
-    """
+    """The threads of one run, each with the torch threads of one island. `report_progress` is called about once a second while the
+    engine waits. `batched` computes jobs of several islands at once on one device; without it each job is computed by itself."""
 
     def __init__(self, cluster: Cluster, report_progress: Callable[[], None], batched: BatchedCompute | None = None) -> None:
         self._threads = cluster.threads_per_island
         self._batched, self._report_progress = batched, report_progress
         self._queue: dict[Future[Any], ComputeJob] = {}
+        self._computing: dict[Future[Any], None] = {}  # jobs under the virtual clock whose end has not been reached
         self._pool: ThreadPoolExecutor | None = None
         self._closing = False
 
@@ -62,6 +57,7 @@ class ComputePool:
         finally:
             self._pool = None
             self._queue.clear()
+            self._computing.clear()
             if self._batched is not None:
                 self._batched.close()
             free_buffer_pool()
@@ -72,10 +68,9 @@ class ComputePool:
         return self._closing
 
     def _workers(self, replica: LocalReplica) -> int:
-        if replica.draws_randomness:
-            return 1  # torch's generators are global: two islands at a time would draw from each other's
-        if replica.device != "cpu":
-            return 1  # one device computes for all islands
+        # Torch's generators are global: two islands at a time would draw from each other's. One GPU computes for all islands.
+        if replica.traits.draws_randomness or replica.device != "cpu":
+            return 1
         return max(1, (os.cpu_count() or 1) // self._threads)
 
     def to_part(self) -> dict[str, Any] | None:
@@ -95,23 +90,40 @@ class ComputePool:
         self._queue[future] = function
         return future
 
+    def compute(self, job: ComputeJob, task: ClockTask, seconds: float, account: Callable[[ComputeSpan], object]) -> None:
+        """Starts a job that takes so much virtual time. Then `account` gets the compute span, and the task its result."""
+        start_s, end_s = task.now_s, task.now_s + seconds
+        future: Future[tuple[Any, ComputeResult]] = self.submit(job)
+        self._computing[future] = None
+
+        def finish() -> Any:
+            result, computed = self.result(future)
+            del self._computing[future]
+            account(ComputeSpan(start_s, end_s, job.steps, job.batches, *computed))
+            return result
+
+        task.resume_at(end_s, finish)
+
+    def drain(self) -> None:
+        """Waits for the jobs of an aborted round: their replicas are busy until then."""
+        for future in self._computing:
+            self.result(future)
+        self._computing.clear()
+
     def run(self, function: Callable[[], T]) -> T:
         """Runs the function on the pool if it is open, else here. It is never parallel to jobs that draw random numbers."""
         return function() if self._pool is None else self.result(self.submit(function))
 
     def result(self, future: Future[T]) -> T:
         if future in self._queue:
-            self._compute_queue()
+            assert self._pool is not None
+            assert self._batched is not None
+            queue, self._queue = self._queue, {}
+            answers = self._wait_for(self._pool.submit(self._batched, list(queue.values())))
+            self._batched.report()
+            for queued, answer in zip(queue, answers, strict=True):
+                queued.set_result(answer)
         return self._wait_for(future)
-
-    def _compute_queue(self) -> None:
-        assert self._pool is not None
-        assert self._batched is not None
-        queue, self._queue = self._queue, {}
-        answers = self._wait_for(self._pool.submit(self._batched, list(queue.values())))
-        self._batched.report()
-        for future, answer in zip(queue, answers, strict=True):
-            future.set_result(answer)
 
     def _wait_for(self, future: Future[T]) -> T:
         while not wait([future], timeout=_PROGRESS_S).done:
@@ -144,53 +156,3 @@ class _Pool(ThreadPoolExecutor):
                 return
             except KeyboardInterrupt:
                 continue  # threads end with their present step; a process that exits before them would abort
-
-
-class TimedCompute:
-    """Computes for islands, or their devices, under the virtual clock, and accounts each compute span."""
-
-    def __init__(self, cluster: Cluster, seed: int, pool: ComputePool, accounting: RunAccounting, sink: Sink) -> None:
-        self._cluster, self._seed = cluster, seed
-        self._pool, self._accounting, self._sink = pool, accounting, sink
-        self._running: dict[tuple[int, int | None], Future[Any]] = {}
-
-    def wait(
-        self,
-        island: int,
-        function: Compute,
-        *,
-        steps: int,
-        batches: float,
-        count_tokens: Callable[[int], None],
-        device: int | None = None,
-        draw: str | None = None,
-    ) -> Wait:
-        """A compute span that begins when it is awaited. At its end `count_tokens` gets its tokens. `draw` names the random draw of
-        its duration, if it is not its own number."""
-
-        def start(task: ClockTask) -> None:
-            ledger = self._accounting.ledger(island, device)
-            number = ledger.spans if draw is None else f"batch {draw}"
-            span = number if device is None else f"{number}.{device}"
-            step_s = self._cluster.step_time(island, self._seed) * self._cluster.jitter(island, span, batches, self._seed)
-            ledger.spans += 1
-            start_s, end_s = task.now_s, task.now_s + batches * step_s
-            future = self._running[island, device] = self._pool.submit(function)
-
-            def finish() -> Any:
-                result, computed = self._pool.result(future)
-                del self._running[island, device]
-                event = self._accounting.computed(island, ComputeSpan(start_s, end_s, steps, batches, *computed), device=device)
-                self._sink.emit(event)
-                count_tokens(computed.tokens)
-                return result
-
-            task.resume_at(end_s, finish)
-
-        return Wait(start)
-
-    def drain(self) -> None:
-        """Waits for spans that the aborted round has begun: their replicas are busy until then."""
-        for future in self._running.values():
-            self._pool.result(future)
-        self._running.clear()

@@ -1,17 +1,15 @@
 """The simulator of synchronous algorithms: islands really train, under a virtual clock.
 
-In every round each present island runs the algorithm's coroutine under the virtual clock. The engine submits training to a pool of
-threads at the virtual moment it begins, and asks for the result at the moment it ends. So islands compute in parallel, and the
-order in which real threads finish changes nothing. Between two rounds the engine checks that the islands of a commit hold the same
-bits, accounts, evaluates, saves, and adds and removes islands.
+In every round each present island runs the algorithm's coroutine under the virtual clock, and a pool of threads trains. Between two
+rounds the engine checks that the islands of a commit hold the same bits, accounts, evaluates, saves, and adds and removes islands.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -19,30 +17,31 @@ from typing import Any
 import torch
 
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.core.events import Progress, RoundFailed, RunFinished, UpdateSkipped
+from atoll.core.events import Progress, RoundFailed, RunFinished
 from atoll.core.flat_tree import Tree, all_finite
-from atoll.core.memoize import sharing
-from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned, whole_steps
-from atoll.core.pytree import memories, recycle, trees
-from atoll.engines.accounting import RunAccounting
-from atoll.engines.replicated_state import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
+from atoll.core.nested_trees import memories, recycle, trees
+from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, Work, fields_owned, whole_steps
+from atoll.core.shared_results import sharing
+from atoll.engines.accounting import ComputeSpan, RunAccounting
 from atoll.engines.simulator.batched_compute import BatchedCompute
-from atoll.engines.simulator.cluster_state import ClusterState, IslandState
 from atoll.engines.simulator.collectives import RoundAborted, SimCollectives
-from atoll.engines.simulator.compute_pool import ComputePool, TimedCompute
-from atoll.engines.simulator.island_devices import (
+from atoll.engines.simulator.compute_pool import ComputePool
+from atoll.engines.simulator.intra_island import (
     IntraIsland,
     IslandDevices,
-    IslandReplica,
+    SimMember,
     check_held_weights,
     held_weights,
     load_held_weights,
 )
+from atoll.engines.simulator.membership import ClusterState, IslandState
 from atoll.engines.simulator.memory_counter import MemoryCounter, is_counted
-from atoll.engines.simulator.peers import Compute, SimPeers, SimReplica
+from atoll.engines.simulator.peers import SimPeers, SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
+from atoll.engines.state_ownership import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
 from atoll.engines.training_setup import DataPositions, TrainingSetup, passed_multiple, same_batches_everywhere
-from atoll.replica.local_replica import LocalReplica
+from atoll.replica.forward_backward import ModuleTraits
+from atoll.replica.local_replica import ComputeJob, LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
 from atoll.runs.cluster import Cluster
 from atoll.runs.validation import check_two_level
@@ -50,25 +49,80 @@ from atoll.runs.validation import check_two_level
 
 @dataclass(frozen=True, kw_only=True)
 class SimSetup(TrainingSetup):
-    """What both simulators, the synchronous and the asynchronous one, need for a run.
-
-    Attributes:
-        seed: of all random draws of the cluster.
-        batched_compute: computes for several islands at once, if they share one device.
-    """
+    """What both simulators, the synchronous and the asynchronous one, need for a run."""
 
     cluster: Cluster
-    seed: int = 0
-    batched_compute: BatchedCompute | None = None
+    seed: int = 0  # of all random draws of the cluster
+    batched_compute: BatchedCompute | None = None  # computes for several islands at once, if they share one device
 
 
-class SimEngine:
-    """Runs a synchronous algorithm on a simulated cluster.
+class BaseSimEngine(ABC):
+    """What both simulators have in common. `devices` is their number per island, if they have an algorithm of their own."""
 
-    Args:
-        inside: the algorithm between the devices of each island, if an island has several.
-        count_memory: count each island's memory in a few rounds.
-    """
+    def __init__(self, setup: SimSetup, *, devices: int = 0) -> None:
+        self.cluster, self.steps = setup.cluster, setup.steps
+        self.accounting = RunAccounting(setup.cluster.islands, devices)
+        self._setup, self._sink = setup, setup.sink
+        self._pool = ComputePool(setup.cluster, lambda: self._sink.emit(self._progress()), setup.batched_compute)
+        self._traits: ModuleTraits | None = None
+
+    def run(self, warm_start_tokens: int = 0) -> RunFinished:
+        """Trains to the end of the run."""
+        with self._pool.open(self._any_replica):
+            if not self.accounting.totals.metrics:
+                self._evaluate()
+            self._train()
+        finished = self.accounting.finished(self.virtual_time_s, warm_start_tokens, self.params.digest())
+        self._sink.emit(finished)
+        return finished
+
+    @property
+    def steps_taken(self) -> int:
+        return self.accounting.totals.steps
+
+    @property
+    def round(self) -> int:
+        """Finished rounds; with a hub, its steps."""
+        return self.accounting.totals.round
+
+    @property
+    @abstractmethod
+    def params(self) -> Tree:
+        """The global weights."""
+
+    @abstractmethod
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The module's buffers, which are evaluated and saved with the weights. Each island has its own."""
+
+    @property
+    @abstractmethod
+    def virtual_time_s(self) -> float: ...
+
+    @property
+    @abstractmethod
+    def _any_replica(self) -> LocalReplica: ...
+
+    @abstractmethod
+    def _train(self) -> None: ...
+
+    @abstractmethod
+    def _progress(self) -> Progress: ...
+
+    def _new_replica(self, number: int) -> LocalReplica:
+        """Made on the pool, because making a module may draw from the generators that training replicas draw from."""
+        replica = self._pool.run(lambda: self._setup.make_replica(number))
+        replica.cancelled = self._pool.closing
+        self._traits = replica.traits = self._traits or replica.traits  # the same for all replicas
+        return replica
+
+    def _evaluate(self) -> None:
+        metrics = self._pool.run(lambda: self._setup.evaluate(self.params, self.buffers()))
+        self._sink.emit(self.accounting.evaluated(metrics, self.virtual_time_s))
+
+
+class SimEngine(BaseSimEngine):
+    """Runs a synchronous algorithm on a simulated cluster. `inside` is the algorithm between the devices of each island, if it has
+    several. With `count_memory` the engine counts each island's memory in a few rounds."""
 
     def __init__(
         self,
@@ -94,61 +148,39 @@ class SimEngine:
                 f"steps={steps} is not a positive multiple of the {per_round} steps of a round of {type(algorithm).__name__}. "
                 f"Use {max(1, round(steps / per_round)) * per_round}."
             )
-        self.algorithm, self.cluster, self.steps, self.rounds = algorithm, cluster, steps, steps // per_round
-        self.accounting = RunAccounting(cluster.islands, cluster.devices_per_island if inside is not None else 0)
-        self._setup, self._sink, self._count_memory = setup, setup.sink, count_memory
-        self._data, self._in_step = DataPositions(setup.batches), same_batches_everywhere(algorithm, inside)
-        self._pool = ComputePool(cluster, lambda: self._sink.emit(self._progress()), setup.batched_compute)
-        self._timed_compute = TimedCompute(cluster, setup.seed, self._pool, self.accounting, self._sink)
-        self._intra = self._make_intra(inside) if inside is not None else None
-        self._cluster_state = ClusterState(algorithm, cluster, self.rounds, self.accounting, self._sink, self)
-        self._agreed: dict[str, Any] | None = None
-        """The shared fields of the first island that left this round."""
-        self._assigned_steps: dict[int, int] = {}
-        """Of each island in this round."""
+        super().__init__(setup, devices=cluster.devices_per_island if inside is not None else 0)
+        self.algorithm, self.rounds, self._count_memory = algorithm, steps // per_round, count_memory
+        self.data, self._in_step = DataPositions(setup.batches), same_batches_everywhere(algorithm, inside)
+        self._intra = None
+        if inside is not None:
+            self._intra = IntraIsland(
+                algorithm=inside,
+                cluster=cluster,
+                accounting=self.accounting,
+                sink=self._sink,
+                make_replica=self._new_replica,
+                compute=self.compute,
+                assign=self._assign,
+            )
+        self._cluster_state = ClusterState(
+            self, self._make_island, algorithm, cluster, setup.seed, self.rounds, self.accounting, self._sink
+        )
+        self._agreed: dict[str, Any] | None = None  # the shared fields of the first island that left this round
+        self._assigned_steps: dict[int, int] = {}  # of each island in this round
         self._updates_before = 0
         for number in range(self.rounds):
             cluster.present(number, self.rounds)  # rejects a schedule without islands before anything is trained
         self._cluster_state.start(setup.params.copy())  # States reuse their buffers; the caller keeps its own
 
-    def _make_intra(self, algorithm: Algorithm[Any]) -> IntraIsland:
-        return IntraIsland(
-            algorithm=algorithm,
-            cluster=self.cluster,
-            accounting=self.accounting,
-            timed_compute=self._timed_compute,
-            assign=self._assign,
-            sink=self._sink,
-            make_replica=self._new_replica,
-        )
-
     # -------------------------------------------------------------------------------------------------------- the whole run
 
-    def run(self, warm_start_tokens: int = 0) -> RunFinished:
-        """Runs all rounds that remain."""
-        with self._pool.open(next(iter(self.islands.values())).replica):
-            if not self.accounting.totals.metrics:
-                self._evaluate()
-            while not self.over:
-                self._run_round()
-                self._end_round()
-        finished = self.accounting.finished(self.virtual_time_s, warm_start_tokens, self.params.digest())
-        self._sink.emit(finished)
-        return finished
-
-    @property
-    def over(self) -> bool:
-        """Whether the run has taken its steps."""
-        return self.accounting.totals.steps >= self.steps
-
-    @property
-    def positions(self) -> list[Fraction]:
-        """In each shard, in batches."""
-        return self._data.positions
+    def _train(self) -> None:
+        while self.steps_taken < self.steps:
+            self._run_round()
+            self._end_round()
 
     @property
     def params(self) -> Tree:
-        """The global weights."""
         return self._cluster_state.params
 
     @property
@@ -156,18 +188,12 @@ class SimEngine:
         """The present islands, in rank order."""
         return self._cluster_state.islands
 
+    @property
+    def _any_replica(self) -> LocalReplica:
+        return next(iter(self.islands.values())).replica
+
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers of the first island's module. Each island has its own."""
-        return next(iter(self.islands.values())).replica.buffers()
-
-    @property
-    def steps_taken(self) -> int:
-        return self.accounting.totals.steps
-
-    @property
-    def round(self) -> int:
-        """Finished rounds."""
-        return self.accounting.totals.round
+        return self._any_replica.buffers()
 
     @property
     def virtual_time_s(self) -> float:
@@ -178,23 +204,24 @@ class SimEngine:
     def _run_round(self) -> None:
         self._cluster_state.update_membership()
         present = list(self.islands.values())
-        collectives = self._new_collectives(list(self.islands))
+        collectives = self._cluster_state.new_collectives(list(self.islands))
         counter = MemoryCounter() if self._count_memory and is_counted(self.round) else None
         clock = VirtualClock(counter) if counter else VirtualClock()
         before, self._agreed = [island.state for island in present], None
         self._assigned_steps = dict.fromkeys(self.islands, 0)
-        self._data.begin_round()
+        self.data.begin_round()
         self._updates_before = self.accounting.totals.local_updates
         for rank, island in enumerate(present):
             # A round has to be repeated only where messages are lost.
             state = borrowed(island.state) if self.cluster.loses_messages else donated(island.state)
             peers = SimPeers(self, collectives, rank, clock)
-            devices = island.devices
-            replica = IslandReplica(devices, clock) if devices else SimReplica(self, island.id, island.replica)
+            replica: Replica = SimReplica(island.replica, partial(self.compute, island))
+            if island.devices:
+                island.devices.clock, replica = clock, island.devices
             coroutine = self.algorithm.round(state, replica, peers)
             leave = partial(self._leave_round, island, collectives, peers)
-            task = clock.spawn(f"island {island.id}", coroutine, island.clock_s, leave)
-            if counter and not devices:
+            task = clock.spawn(collectives.name(rank), coroutine, island.clock_s, leave)
+            if counter and not island.devices:
                 counter.watch(task, island.id, island.replica, state)
         collectives.kept = memories(before)
         try:
@@ -204,13 +231,12 @@ class SimEngine:
             self._abandon(present, aborted)
             return
         if unfinished:
-            waiting = [*collectives.waiting(), *(who for island in present if island.devices for who in island.devices.waiting())]
+            waiting = [*collectives.waiting(), *(name for island in present if island.devices for name in island.devices.waiting())]
             raise ExchangeFailed(
-                f"round {self.round} cannot end: {', '.join(waiting)}; the others have left the round. "
+                f"round {self.round} cannot end: {', '.join(waiting)}; the other islands have left the round. "
                 f"All islands must make the same calls in the same order."
             )
-        heard = [island for rank, island in enumerate(present) if rank not in collectives.left_out]
-        self._commit(heard, skipped=collectives.skipped)
+        self._commit(collectives)
         for event in counter.events(self.algorithm, self.round) if counter else ():
             self._sink.emit(event)
         recycle([*before, *collectives.results], [self._cluster_state.shared, *(island.state for island in present)])
@@ -218,22 +244,21 @@ class SimEngine:
     def _abandon(self, present: Sequence[IslandState], aborted: RoundAborted) -> None:
         """Discards the round: every island continues from the State it had before."""
         self.accounting.totals.failed_rounds += 1
-        self._timed_compute.drain()
+        self._pool.drain()
         what, time_s = aborted.what, aborted.time_s
         self._sink.emit(RoundFailed(round=self.round, what=what, islands=aborted.missing, virtual_time_s=time_s))
         if isinstance(self.algorithm, HoldsWeights):  # replicas may hold an estimate of other weights
             load_held_weights(self.algorithm, self.islands.values())
             whole = held_weights(self.algorithm, self.islands.values())
-            time_s = self._new_collectives(list(self.islands)).gather_weights(whole, time_s)
+            time_s = self._cluster_state.new_collectives(list(self.islands)).gather_weights(whole, time_s)
         for island in present:
             self.accounting.ledgers[island.id].present_s += time_s - island.clock_s
             island.clock_s, island.uncommitted_tokens = time_s, pending_tokens(island.state)
 
     def _leave_round(self, island: IslandState, collectives: SimCollectives, peers: SimPeers, task: ClockTask) -> None:
-        """An island ends its round. If it took part in the commit, its shared fields must equal those of the first such island, and
-        it adopts these objects at once, so that at most one further copy of the new fields is in memory."""
-        if peers.has_flight:
-            raise ExchangeFailed(f"island {island.id} leaves round {self.round} with a flight open. Await it within the round.")
+        """Ends an island's round. If the island took part in the commit, its shared fields must equal those of the first such
+        island, and it adopts these objects at once, so that at most one further copy of the new fields is in memory."""
+        peers.check_closed()
         self.accounting.ledgers[island.id].present_s += task.now_s - island.clock_s
         island.clock_s = task.now_s
         island.uncommitted_tokens += island.devices.take_tokens() if island.devices else 0
@@ -249,18 +274,18 @@ class SimEngine:
         elif not list(trees(fields_owned(state, Owner.OWN))):
             island.uncommitted_tokens = 0  # it was left out and kept no weights of its own: that work is lost
 
-    def _commit(self, heard: Sequence[IslandState], *, skipped: UpdateSkipped | None) -> None:
+    def _commit(self, collectives: SimCollectives) -> None:
         """The fields that the heard islands agreed on become the shared fields of the run."""
         if self._agreed is None:
             return
         self._check_finite()
-        check_held_weights(self.algorithm, {f"island {island.id}": island for island in self.islands.values()}, self.round)
-        totals = self.accounting.totals
+        check_held_weights(self.algorithm, self.islands.values(), collectives)
+        totals, skipped = self.accounting.totals, collectives.skipped
         totals.skipped_in_a_row = self.accounting.count_skipped(skipped, totals.skipped_in_a_row, self._sink)
         self._cluster_state.shared = self._agreed
         totals.version += 1
         totals.outer_steps += not skipped
-        for island in heard:
+        for island in (island for rank, island in enumerate(self.islands.values()) if rank not in collectives.left_out):
             island.version = totals.version
             pending = pending_tokens(island.state)  # they belong to the next update
             totals.tokens += 0 if skipped else island.uncommitted_tokens - pending
@@ -274,17 +299,6 @@ class SimEngine:
                 or f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; "
                 f"checkpoints from before this round are valid. Lower the inner and outer learning rates, or set train.clip_norm."
             )
-
-    def _new_collectives(self, islands: Sequence[int]) -> SimCollectives:
-        return SimCollectives(
-            islands=islands,
-            heard=[self.is_heard(island, islands) for island in islands],
-            links=[self.cluster.link_of(island) for island in islands],
-            topology=self.cluster.topology,
-            accounting=self.accounting,
-            sink=self._sink,
-            devices=1 if self._intra is None else self.cluster.devices_per_island,
-        )
 
     def _end_round(self) -> None:
         totals, per_round = self.accounting.totals, self.algorithm.steps_per_round
@@ -303,83 +317,69 @@ class SimEngine:
 
     def _is_due(self, before: int, rounds: int) -> bool:
         """Whether the run is over, or has passed a multiple of the steps of so many rounds."""
-        return self.over or passed_multiple(before, self.steps_taken, rounds * self.algorithm.steps_per_round)
-
-    def _evaluate(self) -> None:
-        metrics = self._pool.run(lambda: self._setup.evaluate(self.params, self.buffers()))
-        self._sink.emit(self.accounting.evaluated(metrics, self.virtual_time_s))
+        now = self.steps_taken
+        return now >= self.steps or passed_multiple(before, now, rounds * self.algorithm.steps_per_round)
 
     def _progress(self) -> Progress:
         """The mean progress of the islands within the round."""
         steps = fmean(island.replica.steps_taken for island in self.islands.values())
         return Progress(phase="training", done=int(min(steps, self.steps)), total=self.steps)
 
-    # ----------------------------------------------------------------------------------------------- a PeerHost for islands
+    # ----------------------------------------------------------------------------------------------- a PeerHost for the islands
 
-    def compute(self, island: int, function: Compute, *, steps: int, batches: float, draw: str | None = None) -> Wait:
-        count = partial(self._count_tokens, island)
-        return self._timed_compute.wait(island, function, steps=steps, batches=batches, count_tokens=count, draw=draw)
+    def compute(self, member: SimMember, job: ComputeJob) -> Wait:
+        """A compute span of an island, or of one of its devices, which begins when it is awaited."""
 
-    def _count_tokens(self, island: int, tokens: int) -> None:
-        self.islands[island].uncommitted_tokens += tokens
+        def start(task: ClockTask) -> None:
+            island, device, work = member.id, member.device, job.work
+            ledger = self.accounting.ledger(island, device)
+            # Pieces of a batch share its jitter.
+            number = ledger.spans if work.pieces == 1 else f"batch {work.shard}.{work.start // work.pieces}"
+            jitter = self.cluster.jitter(island, number if device is None else f"{number}.{device}", job.batches, self._setup.seed)
+            ledger.spans += 1
+            seconds = job.batches * (self.cluster.step_time(island, self._setup.seed) * jitter)
+            self._pool.compute(job, task, seconds, partial(self._account, member))
+
+        return Wait(start)
+
+    def _account(self, member: SimMember, span: ComputeSpan) -> None:
+        self._sink.emit(self.accounting.computed(member.id, span, device=member.device))
+        member.uncommitted_tokens += span.tokens
 
     def assign_work(self, island: int, steps: int, batches: int, pieces: int) -> Work:
         schedule = self.accounting.totals.steps + self._assigned_steps[island]
         self._assigned_steps[island] += steps
         if self._intra is not None:  # its devices get data when they ask
             readers = self._intra.readers(island)
-            return Work(shard=readers[0], start=0, schedule=schedule, examples=self._data.examples(readers), pieces=pieces)
+            return Work(shard=readers[0], start=0, schedule=schedule, examples=self.data.examples(readers), pieces=pieces)
         return self._assign(island, batches, pieces, schedule)
 
     def _assign(self, reader: int, batches: int, pieces: int, schedule: int) -> Work:
         if not self._in_step:
-            return self._data.assign(reader, batches, pieces, schedule)
+            return self.data.assign(reader, batches, pieces, schedule)
         readers = [one for island in self.islands for one in (self._intra.readers(island) if self._intra else (island,))]
-        return self._data.assign_in_step(reader, batches, pieces, schedule, readers)
+        return self.data.assign_in_step(reader, batches, pieces, schedule, readers)
 
     def catch_up(self, island: int, state: Any) -> Wait | None:
         return self._cluster_state.catch_up(island, state)
 
-    # ------------------------------------------------------------------------------------- an IslandFactory for joiners
-
-    def make_replica(self, island: int, params: Tree) -> tuple[LocalReplica, IslandDevices | None]:
+    def _make_island(self, island: int, params: Tree) -> tuple[LocalReplica, IslandDevices | None]:
         if self._intra is None:
             return self._new_replica(island), None
         devices = IslandDevices(self._intra, island, params)
         return devices.members[0].replica, devices
 
-    def _new_replica(self, number: int) -> LocalReplica:
-        replica = self._setup.make_replica(number)
-        replica.cancelled = self._pool.closing
-        if self.islands:  # the traits are the same for all replicas
-            replica.traits = next(iter(self.islands.values())).replica.traits
-        return replica
-
-    def make_peers(self, islands: Sequence[int], rank: int) -> SimPeers:
-        return SimPeers(self, self._new_collectives(islands), rank)
-
-    def is_heard(self, island: int, islands: Sequence[int]) -> bool:
-        """A single island sends no messages, so none can be lost."""
-        return len(islands) == 1 or self.cluster.delivers(island, self.round, self._setup.seed)
-
     # -------------------------------------------------------------------------------------------------------------- saving
 
     def parts(self) -> dict[str, Any]:
         """The parts of a checkpoint. Between two rounds only."""
-        return {
-            "engine": {
-                **self.accounting.to_parts(),
-                "batched_compute": self._pool.to_part(),
-                "positions": self._data.to_parts(),
-                **self._cluster_state.to_part(),
-            },
-            **self._cluster_state.parts(),
-        }
+        engine = {**self.accounting.to_parts(), "batched_compute": self._pool.to_part(), "positions": self.data.to_parts()}
+        return self._cluster_state.parts(engine)
 
     def restore(self, load: Callable[[str, Any], Any]) -> None:
         """Restores a checkpoint. `load(part, like)` returns a part, with the types of `like`."""
         engine = load("engine", None)
         self.accounting.from_parts(engine)
         self._pool.from_part(engine["batched_compute"])
-        self._data.from_parts(engine["positions"])
+        self.data.from_parts(engine["positions"])
         self._cluster_state.restore(engine, load)

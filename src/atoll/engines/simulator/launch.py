@@ -8,7 +8,7 @@ from typing import Any
 from atoll.core.events import Arranged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
-from atoll.engines.driver import Driver, Prepared, Result, RunRequest
+from atoll.engines.run_driver import Driver, Prepared, Result, RunRequest
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.engine import SimEngine, SimSetup
@@ -24,8 +24,7 @@ def start(request: RunRequest) -> Result:
     with request.open() as task:
         if task.finished:
             return task.reopen()
-        notice = precision_notice(task.run)
-        if notice is not None:
+        if notice := precision_notice(task.run):
             task.log(notice)
         result = SimulatorDriver(task).carry_out()
         assert result is not None
@@ -44,30 +43,33 @@ def engine_of(
     run: Run, workload: Workload, params: Tree, evaluator: Evaluator, sink: Sink, save: Callable[[Any], None] | None
 ) -> SimEngine | AsyncSimEngine:
     """The simulator for this run: with synchronous rounds, or with a hub."""
-    loss = loss_of(run, workload)
-    common: dict[str, Any] = {
-        "cluster": run.effective_cluster,
-        "params": params,
-        "batches": workload.batches,
-        "make_replica": lambda island: replica_of(run, workload, loss, island),
-        "evaluate": evaluator,
-        "sink": sink,
-        "steps": run.train.steps,
-        "seed": run.seed,
-        "save": save,
-        "batched_compute": batched_compute_of(run, workload, sink),
-    }
-    every = (run.keep.evaluate_every, run.keep.save_every)
-    if isinstance(run.algorithm, AsyncAlgorithm):  # intervals are steps per island there too, and count the steps of all
-        evaluate_every, save_every = (steps * run.effective_cluster.islands for steps in every)
-        return AsyncSimEngine(run.algorithm, SimSetup(evaluate_every=evaluate_every, save_every=save_every, **common))
-    evaluate_every, save_every = (run.rounds(steps) for steps in every)
-    setup = SimSetup(evaluate_every=evaluate_every, save_every=save_every, **common)
-    return SimEngine(run.algorithm, setup, inside=run.inside)
+    loss, cluster, algorithm = loss_of(run, workload), run.effective_cluster, run.algorithm
+
+    def interval(steps: int) -> int:
+        """From steps per island: in local updates of all islands where there is a hub, else in rounds."""
+        return steps * cluster.islands if isinstance(algorithm, AsyncAlgorithm) else run.rounds(steps)
+
+    setup = SimSetup(
+        cluster=cluster,
+        params=params,
+        batches=workload.batches,
+        make_replica=lambda island: replica_of(run, workload, loss, island),
+        evaluate=evaluator,
+        sink=sink,
+        steps=run.train.steps,
+        evaluate_every=interval(run.keep.evaluate_every),
+        save=save,
+        save_every=interval(run.keep.save_every),
+        seed=run.seed,
+        batched_compute=_batched_compute_of(run, workload, sink),
+    )
+    if isinstance(algorithm, AsyncAlgorithm):
+        return AsyncSimEngine(algorithm, setup)
+    return SimEngine(algorithm, setup, inside=run.inside)
 
 
-def batched_compute_of(run: Run, workload: Workload, sink: Sink) -> BatchedCompute | None:
-    """Computes several islands in one pass; none where each island computes in its own threads."""
+def _batched_compute_of(run: Run, workload: Workload, sink: Sink) -> BatchedCompute | None:
+    """None if each island computes in its own threads."""
     if run.train.together == "apart" or (run.train.together == "auto" and device_of(run) == "cpu"):
         return None
     return BatchedCompute(

@@ -19,8 +19,7 @@ from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.memory_accounting import STATE, Storages, add_replica, add_storages, by_kind, paper_formula, total_bytes
 
-_IGNORED = {"self", "replica", "peers"}
-"""Local variables that are not values of an algorithm."""
+_IGNORED = {"self", "replica", "peers"}  # local variables that are not values of an algorithm
 
 
 def is_counted(round: int) -> bool:
@@ -34,13 +33,10 @@ class _CountedIsland:
     id: int
     replica: LocalReplica
     state: Any
-    named: frozenset[str]
-    """The fields of its State."""
-    known: Storages
-    """Storages of its State at the beginning of the round. Computing in place may give them other names."""
+    named: frozenset[str]  # the fields of its State
+    known: Storages  # Storages of its State at the beginning of the round. Computing in place may give them other names.
     flight: ClockTask | None = None
-    noted: list[Storages] = field(default_factory=list)
-    """What its flight held since its main task was last counted."""
+    noted: list[Storages] = field(default_factory=list)  # what its flight held since its main task was last counted
     peak: Storages = field(default_factory=dict)
 
 
@@ -60,26 +56,28 @@ class MemoryCounter:
         if task in self._islands:
             self._count(self._islands[task], task, value)
         elif task.launched_by in self._islands:
+            # The island may compute meanwhile. So count what the flight alone holds: not the State's storages, and not gradients,
+            # which are the island's. Addresses are negated, because another tensor may have them when the island is counted.
             island = self._islands[task.launched_by]
             island.flight = task
-            island.noted.append(self._flight_only(island, value))
+            held = self._flight_storages(island, value).items()
+            island.noted.append({-at: one for at, one in held if at not in island.known and one[0] != "gradients"})
 
     def _count(self, island: _CountedIsland, task: ClockTask, value: Any) -> None:
         base = Storages()
         add_replica(base, island.replica)
         add_storages(base, island.state, STATE, island.named)
         _add_locals(base, task, island.named)
-        for flight in (*island.noted, self._flight_storages(island, None)):
+        for flight in (*island.noted, self._flight_storages(island)):
             self._compare(island, {**flight, **base})
         island.noted.clear()
         if value is not None:
-            is_result = island.flight is not None and value is island.flight.result
-            island.flight = None if is_result else island.flight
-            flight = self._flight_storages(island, None)
+            if island.flight is not None and value is island.flight.result:
+                island.flight = None
             add_storages(base, value, "communication", island.named)
-            self._compare(island, {**flight, **base})
+            self._compare(island, {**self._flight_storages(island), **base})
 
-    def _flight_storages(self, island: _CountedIsland, value: Any) -> Storages:
+    def _flight_storages(self, island: _CountedIsland, value: Any = None) -> Storages:
         """What the flight holds now, with the value that it resumes with."""
         storages = Storages()
         if island.flight is not None:
@@ -87,12 +85,6 @@ class MemoryCounter:
             add_storages(storages, island.flight.result, "communication", island.named)
             add_storages(storages, value, "communication", island.named)
         return storages
-
-    def _flight_only(self, island: _CountedIsland, value: Any) -> Storages:
-        """What the flight alone holds while its island may compute: not the State's storages, and not gradients, which are the
-        island's. Their addresses are negated, because another tensor may have them when the island is counted."""
-        flight = self._flight_storages(island, value)
-        return {-at: held for at, held in flight.items() if at not in island.known and held[0] != "gradients"}
 
     def _compare(self, island: _CountedIsland, storages: Storages) -> None:
         if total_bytes(storages) > total_bytes(island.peak):
@@ -103,8 +95,7 @@ class MemoryCounter:
         for island in self._islands.values():
             peak = {at: island.known[at] if island.known.get(at) == (STATE, held[1]) else held for at, held in island.peak.items()}
             kinds = by_kind(peak, trains=island.replica.has_trained)
-            paper = paper_formula(algorithm, island.replica, len(self._islands))
-            params = island.replica.weights.layout.numel
+            paper, params = paper_formula(algorithm, island.replica, len(self._islands)), island.replica.weights.layout.numel
             yield MemoryCounted(
                 island=island.id,
                 round=round,

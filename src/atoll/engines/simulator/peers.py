@@ -13,23 +13,15 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
 from atoll.engines.simulator.collectives import Contribution, SimCollectives
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
-from atoll.replica.local_replica import ComputeResult, GradientJob, LocalReplica, TrainJob
+from atoll.replica.local_replica import ComputeJob, GradientJob, LocalReplica, TrainJob
 
 S = TypeVar("S")
 T = TypeVar("T")
-Compute = Callable[[], tuple[Any, ComputeResult]]
 _NOTHING = Tree.of({})
 
 
-class ComputeHost(Protocol):
-    """Computes for a replica."""
-
-    def compute(self, member: int, function: Compute, *, steps: int, batches: float, draw: str | None = None) -> Wait:
-        """`draw` names the random draw of the duration, if it is not that of the compute span itself."""
-
-
-class PeerHost(ComputeHost, Protocol):
-    """Serves a member of a round: an island, or a device of an island."""
+class PeerHost(Protocol):
+    """Serves the members of a round: islands, or the devices of one island."""
 
     def assign_work(self, member: int, steps: int, batches: int, pieces: int) -> Work: ...
 
@@ -37,10 +29,10 @@ class PeerHost(ComputeHost, Protocol):
 
 
 class SimReplica:
-    """The model of one member under the virtual clock. A protocols.Replica."""
+    """A replica whose jobs take virtual time, as `compute` decides. A protocols.Replica."""
 
-    def __init__(self, host: ComputeHost, member: int, replica: LocalReplica) -> None:
-        self._host, self._member, self._replica = host, member, replica
+    def __init__(self, replica: LocalReplica, compute: Callable[[ComputeJob], Wait]) -> None:
+        self._replica, self._compute = replica, compute
 
     def load(self, params: Tree) -> None:
         self._replica.load(params)
@@ -49,24 +41,12 @@ class SimReplica:
         return self._replica.borrowed()
 
     async def train(self, steps: int, work: Work) -> None:
-        await self._host.compute(self._member, TrainJob(self._replica, steps, work), steps=steps, batches=steps)
+        await self._compute(TrainJob(self._replica, steps, work))
 
     async def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
+        self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
     ) -> Gradient:
-        gradient: Gradient = await self._host.compute(
-            self._member,
-            GradientJob(self._replica, work, at, onto, weigh, wide),
-            steps=0,  # the engine counts one update per round for all gradients
-            batches=1 / work.pieces if work.pieces > 1 else 1,
-            draw=f"{work.shard}.{work.start // work.pieces}" if work.pieces > 1 else None,  # pieces of a batch share its jitter
-        )
+        gradient: Gradient = await self._compute(GradientJob(self._replica, work, at, onto, weigh, wide))
         return gradient
 
 
@@ -151,7 +131,7 @@ class SimPeers:
         assert self._clock is not None, "between two rounds nothing is sent"
         if self.has_flight:
             coroutine.close()
-            raise ExchangeFailed(f"{self._name} has a flight open already. Await it before the next.")
+            raise ExchangeFailed(f"{self._name} has a background exchange already. Await it before the next.")
         flight = self._flight = SimFlight()
         self._clock.launch(f"flight of {self._name}", coroutine, flight.finish)
         return flight
@@ -161,15 +141,23 @@ class SimPeers:
         """Whether a flight is open."""
         return self._flight is not None and not self._flight.done()
 
+    def check_closed(self) -> None:
+        """Called when the member leaves the round."""
+        if self.has_flight:
+            raise ExchangeFailed(
+                f"{self._name} leaves round {self._collectives.accounting.totals.round} with a background exchange open. Await it "
+                f"within the round."
+            )
+
     def _exchange(self, what: str, tree: Tree, weight: float = 1.0, option: bool = False) -> Wait:
         call = next(self._calls)
 
         def start(task: ClockTask) -> None:
             if self.has_flight and not task.flight:
                 raise ExchangeFailed(
-                    f"{self._name} comes to a {what} while its flight is open: its exchanges would overtake each other. Await the "
-                    f"flight first, or exchange within it."
+                    f"{self._name} calls {what} while its background exchange is open: the two would overtake each other. Await "
+                    f"the background exchange first, or exchange within it."
                 )
-            self._collectives.contribute(call, what, Contribution(self._rank, task, task.now_s, tree, weight), option)
+            self._collectives.contribute(call, what, Contribution(self._rank, task, tree, weight), option)
 
         return Wait(start)

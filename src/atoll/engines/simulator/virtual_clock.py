@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -22,46 +23,42 @@ class Wait:
         return (yield self)
 
 
+@dataclass(eq=False)
 class ClockTask:
-    """A coroutine under the virtual clock. `now_s` is the moment at which it was last resumed."""
+    """A coroutine under the virtual clock."""
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        name: str,
-        coroutine: Coroutine[Any, Any, Any],
-        start_s: float,
-        on_done: Callable[[ClockTask], None],
-        flight: bool = False,
-    ) -> None:
-        self.name = name
-        self.flight = flight
-        self.now_s = start_s
-        self.done = False
-        self.result: Any = None
-        self.launched_by = clock.current if flight else None
-        self.coroutine = coroutine
-        self._clock, self._on_done = clock, on_done
+    clock: VirtualClock
+    name: str
+    coroutine: Coroutine[Any, Any, Any]
+    now_s: float  # when it was last resumed
+    on_done: Callable[[ClockTask], None]
+    launched_by: ClockTask | None = None  # whose flight it is
+    done: bool = False
+    result: Any = None
+
+    @property
+    def flight(self) -> bool:
+        return self.launched_by is not None
 
     def resume_at(self, time_s: float, value: Callable[[], Any]) -> None:
         """Resumes at that moment with `value()`, which is called only then."""
-        self._clock.schedule(time_s, self, value)
+        self.clock.schedule(time_s, self, value)
 
     def step(self, time_s: float, value: Any) -> None:
         """Runs the coroutine up to its next Wait."""
         self.now_s = time_s
-        outer, self._clock.current = self._clock.current, self
-        self._clock.watch(self, value)
+        outer, self.clock.current = self.clock.current, self
+        self.clock.watch(self, value)
         try:
             wait = self.coroutine.send(value)
         except StopIteration as end:
             self.done, self.result = True, end.value
-            self._clock.watch(self, end.value)
-            self._on_done(self)
+            self.clock.watch(self, end.value)
+            self.on_done(self)
             return
         finally:
-            self._clock.current = outer
-        self._clock.watch(self, None)
+            self.clock.current = outer
+        self.clock.watch(self, None)
         assert isinstance(wait, Wait), f"{self.name} awaited {wait!r}: await only what the engine's replica, peers and hub return"
         wait.start(self)
 
@@ -76,10 +73,8 @@ class VirtualClock:
 
     def __init__(self, watch: Callable[[ClockTask, Any], None] = lambda task, value: None) -> None:
         self.watch = watch
-        self.tasks: dict[ClockTask, None] = {}
-        """Unfinished tasks, in the order in which they were spawned."""
-        self.current: ClockTask | None = None
-        """The task that runs right now."""
+        self.tasks: dict[ClockTask, None] = {}  # unfinished tasks, in the order in which they were spawned
+        self.current: ClockTask | None = None  # the task that runs right now
         self._heap: list[tuple[float, bool, int, ClockTask, Callable[[], Any]]] = []
         self._scheduled = 0
 
@@ -99,7 +94,7 @@ class VirtualClock:
     def launch(self, name: str, coroutine: Coroutine[Any, Any, Any], on_done: Callable[[ClockTask], None]) -> ClockTask:
         """Starts a flight of the current task, and runs it up to its first Wait at once."""
         assert self.current is not None, "a flight is launched by a task"
-        task = ClockTask(self, name, coroutine, self.current.now_s, on_done, flight=True)
+        task = ClockTask(self, name, coroutine, self.current.now_s, on_done, self.current)
         self.tasks[task] = None
         task.step(task.now_s, None)
         if task.done:
@@ -107,7 +102,7 @@ class VirtualClock:
         return task
 
     def schedule(self, time_s: float, task: ClockTask, value: Callable[[], Any]) -> None:
-        heapq.heappush(self._heap, (time_s, not task.flight, self._scheduled, task, value))
+        heapq.heappush(self._heap, (time_s, task.launched_by is None, self._scheduled, task, value))
         self._scheduled += 1
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> list[ClockTask]:

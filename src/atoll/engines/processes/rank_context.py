@@ -7,7 +7,6 @@ its island; and all ranks, for everything that is not training.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import Store
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.liveness import FailureAttribution, Heartbeat, HeartbeatMonitor, store_heartbeat
@@ -28,27 +26,22 @@ _POLL_S = 0.01  # between two looks into the store
 
 @dataclass
 class RankContext:
-    """This rank among all ranks.
-
-    Attributes:
-        local_rank: among the processes of this machine.
-        store: outlives the ranks.
-        all_ranks: for the computing thread.
-        counterparts: this device of every island, for the communication thread.
-        island_devices: the devices of this island, for the communication thread; None where they have no algorithm of their own.
-        backend: of the groups that weights travel in.
-    """
+    """This rank among all ranks."""
 
     rank: int
     size: int
-    local_rank: int
     devices_per_island: int
     store: Store
+    """It outlives the ranks."""
     all_ranks: GroupCollectives
+    """For the computing thread."""
     counterparts: GroupCollectives
+    """This device of every island, for the communication thread."""
     island_devices: GroupCollectives | None
+    """The devices of this island, for the communication thread; None where they have no algorithm of their own."""
     heartbeat: Heartbeat
     backend: str = "gloo"
+    """Of the groups that weights travel in."""
 
     @property
     def islands(self) -> int:
@@ -66,10 +59,6 @@ class RankContext:
     def is_rank_zero(self) -> bool:
         """Rank 0 alone reports and evaluates."""
         return self.rank == 0
-
-    def set(self, key: str, text: str) -> None:
-        """Set a value in the store."""
-        self.store.set(key, text)
 
     def get(self, key: str, of: int) -> str:
         """The value that another rank sets in the store. Waits for it while that rank is alive, up to the timeout of all_ranks."""
@@ -90,17 +79,11 @@ class RankContext:
                 f"the launcher there, has ended. What was saved before this round is valid. ({error})"
             ) from error
 
-    def delete(self, key: str) -> None:
-        """Delete a value that all ranks have read."""
-        self.store.delete_key(key)
-
-    def check_equal(self, key: str, text: str, what: str) -> None:
-        """Check that all ranks have the same text."""
-        self.set(f"{key}/{self.rank}", text)
+    def differing_ranks(self, key: str, text: str) -> list[int]:
+        """The ranks whose text differs from rank 0's. All ranks call this together, each with its own text."""
+        self.store.set(f"{key}/{self.rank}", text)
         texts = [self.get(f"{key}/{rank}", of=rank) for rank in range(self.size)]
-        others = [rank for rank, other in enumerate(texts) if other != texts[0]]
-        if others:
-            raise ConfigError(f"ranks {others} have {what} that differ from rank 0's. All ranks need the same: copy it there.")
+        return [rank for rank, other in enumerate(texts) if other != texts[0]]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -112,35 +95,12 @@ class RankContext:
             raise ConfigError(
                 "inside=FSDP on GPUs needs NCCL between the devices of an island. Use engine.backend=nccl, or inside=ZeRO1."
             )
-        group = new_group(_islands(self.size, self.devices_per_island), self.rank, self.backend, timeout_s)
+        group = new_group(_island_ranks(self.size, self.devices_per_island), self.rank, self.backend, timeout_s)
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=("device",))
 
     def close(self) -> None:
         self.heartbeat.close()
         dist.destroy_process_group()
-
-
-def started_by_torchrun() -> bool:
-    """Whether torchrun, or a launcher with the same environment variables, has started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def torchrun_rank() -> int:
-    return int(os.environ["RANK"])
-
-
-def torchrun_world_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
-
-
-def init_process_group(timeout_s: float) -> tuple[Store, int, int]:
-    """Connect to the other processes. Returns a store that all of them see, this process's rank, and the world size. The timeout
-    holds here and for the store."""
-    timeout = timedelta(seconds=timeout_s)
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=rank, world_size=size, timeout=timeout)
-    return PrefixStore("atoll", store), rank, size
 
 
 def create_context(
@@ -153,12 +113,10 @@ def create_context(
     backend: str = "gloo",
     start_limit_s: float = 3600.0,
 ) -> RankContext:
-    """Create this rank's groups. All ranks call this together.
+    """Create this rank's groups, for islands of so many devices. All ranks call this together.
 
     Args:
-        devices: per island.
         inside: whether the devices of an island have an algorithm of their own.
-        backend: of the groups that weights travel in.
         start_limit_s: how long a rank waits for others outside of rounds: for rank 0's warm start and evaluations, for data, for a
             checkpoint. Exchanges have another timeout, which the engine sets.
     """
@@ -175,14 +133,13 @@ def create_context(
         )
 
     counterparts = collectives([list(range(device, size, devices)) for device in range(devices)], backend)
-    island_devices = collectives(_islands(size, devices), backend) if inside else None
+    island_devices = collectives(_island_ranks(size, devices), backend) if inside else None
     all_ranks = collectives([list(range(size))], "gloo")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     heartbeat = store_heartbeat(store, rank)
-    return RankContext(rank, size, local_rank, devices, store, all_ranks, counterparts, island_devices, heartbeat, backend)
+    return RankContext(rank, size, devices, store, all_ranks, counterparts, island_devices, heartbeat, backend)
 
 
-def _islands(size: int, devices: int) -> list[list[int]]:
+def _island_ranks(size: int, devices: int) -> list[list[int]]:
     return [list(range(first, first + devices)) for first in range(0, size, devices)]
 
 

@@ -23,7 +23,7 @@ from atoll.optim.schedules import WSD, at
 from atoll.replica.local_replica import torch_threads
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.run import Run, device_of, dtype_of
-from atoll.runs.workloads import LoadedData, data_fingerprint, repartitioned, unpartitioned
+from atoll.runs.workloads import LoadedData, data_fingerprint, unpartitioned
 
 _PROGRESS_STEPS = 10  # steps between two progress events
 
@@ -53,34 +53,22 @@ def _key(depends_on: Sequence[Any]) -> str:
 
 def load_data(run: Run, cache: Cache) -> LoadedData:
     """The run's data, loaded once for all runs that share the cache."""
-    return repartitioned(cache.get([unpartitioned(run.data)], run.data.load), run.data)
+    loaded: LoadedData = cache.get([unpartitioned(run.data)], run.data.load)
+    return replace(loaded, settings=run.data)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
 class WarmStart:
-    """Weights after the warm start; the initial ones if it has no steps.
-
-    Attributes:
-        params: the weights.
-        tokens: read by the warm start.
-        loss: mean over the last tenth of its steps.
-    """
+    """Weights after the warm start; the initial ones if it has no steps."""
 
     params: Tree
-    tokens: int
-    loss: float
+    tokens: int  # read by the warm start
+    loss: float  # mean over the last tenth of its steps
 
 
 def get_warm_start(run: Run, workload: Workload, *, file: Path, cache: Cache | None, sink: Sink) -> WarmStart:
-    """The warm start from the run's folder or the cache, or else trained now and written to the folder.
-
-    Args:
-        run: resolved.
-        workload: the data in one shard.
-        file: the warm start's file in the run's folder.
-        cache: shared with other runs; none: not shared.
-        sink: takes progress.
-    """
+    """The warm start of a resolved run from `file` in the run's folder or from the cache, or else trained now on `workload`, which
+    has one shard, and written to the folder."""
 
     def train() -> WarmStart:
         return train_warm_start(run, workload, sink)
@@ -139,16 +127,13 @@ def train_warm_start(run: Run, workload: Workload, sink: Sink) -> WarmStart:
     return WarmStart(replica.params(), tokens, fmean(losses[-max(1, steps // 10) :]))
 
 
-def warm_start_rate(run: Run) -> float:
-    """The learning rate of the warm start: the given one, or the highest of the run's schedule."""
-    return run.train.warm_start_lr or max(at(run.optimizer.lr, step) for step in range(run.schedule_steps))
-
-
 def _warm_start_run(run: Run) -> Run:
-    """The run with the warm start's schedule, and without rounds that reset anything."""
+    """The run with the warm start's schedule, at the given rate or the highest of the run's own, and without rounds that reset
+    anything."""
     steps = run.train.warm_start_steps
+    rate = run.train.warm_start_lr or max(at(run.optimizer.lr, step) for step in range(run.schedule_steps))
     warmup = getattr(run.optimizer.lr, "warmup", 0)  # as long as the run's own
-    schedule = WSD(lr=warm_start_rate(run), steps=steps, warmup=min(warmup, steps), decay=0)
+    schedule = WSD(lr=rate, steps=steps, warmup=min(warmup, steps), decay=0)
     train = replace(run.train, fresh_optimizer=False, peak_first=False)
     return replace(run, optimizer=replace(run.optimizer, lr=schedule), train=train)
 

@@ -3,79 +3,50 @@ commit gets them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from atoll.core.events import CaughtUp, IslandJoined, IslandLeft, Recut
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Peers, Sink, fields_owned
-from atoll.core.pytree import tree_bytes
+from atoll.core.nested_trees import tree_bytes
+from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Sink, fields_owned
 from atoll.engines.accounting import RunAccounting
-from atoll.engines.replicated_state import adopt_shared, reshard, reshard_bytes, shared_fields, trees_to_device, with_shared
-from atoll.engines.simulator.island_devices import IslandDevices, held_weights, load_held_weights, unshared_fields
+from atoll.engines.simulator.collectives import SimCollectives
+from atoll.engines.simulator.intra_island import IslandDevices, SimMember, held_weights, load_held_weights, unshared_fields
+from atoll.engines.simulator.peers import PeerHost, SimPeers
 from atoll.engines.simulator.virtual_clock import ClockTask, Wait
+from atoll.engines.state_ownership import adopt_shared, reshard, reshard_bytes, shared_fields, trees_to_device, with_shared
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, transfer_s
 
 
-@dataclass
-class IslandState:
-    """One island that is present."""
+@dataclass(kw_only=True)
+class IslandState(SimMember):
+    """One island that is present. Its replica is that of its first device, if devices have an algorithm of their own."""
 
-    id: int
-    replica: LocalReplica
-    """That of its first device, if devices have an algorithm of their own."""
-    state: Any
-    version: int
-    """Commits that it knows of, which is the version of its shared fields."""
-    clock_s: float
-    uplink_free_s: float
-    """When its link has sent what other islands requested."""
-    uncommitted_tokens: int = 0
+    version: int  # commits that it knows of, which is the version of its shared fields
+    uplink_free_s: float  # when its link has sent what other islands requested
     devices: IslandDevices | None = None
-
-    def part(self, newest: int) -> dict[str, Any]:
-        """Its part of a checkpoint. Shared fields of the newest version are saved once for all islands."""
-        return {
-            "clock_s": self.clock_s,
-            "version": self.version,
-            "uncommitted_tokens": self.uncommitted_tokens,
-            "shared": shared_fields(self.state) if self.version != newest else None,
-            "unshared": unshared_fields(self.state),
-            "replica": None if self.devices else self.replica.state(),
-            "devices": self.devices.parts() if self.devices else None,
-        }
-
-
-class IslandFactory(Protocol):
-    """What the engine does for islands that join."""
-
-    def make_replica(self, island: int, params: Tree) -> tuple[LocalReplica, IslandDevices | None]:
-        """A model with a fresh optimizer, and devices if they have an algorithm of their own."""
-
-    def make_peers(self, islands: Sequence[int], rank: int) -> Peers:
-        """The peers with which the island of this rank makes its first State."""
-
-    def is_heard(self, island: int, islands: Sequence[int]) -> bool:
-        """Whether the messages of this island arrive in this round."""
 
 
 class ClusterState:
-    """The islands that are present, in rank order, and the newest shared fields."""
+    """The islands that are present, in rank order, and the newest shared fields. `make_replica` makes an island's replica with a
+    fresh optimizer, and its devices if they have an algorithm of their own."""
 
     def __init__(
         self,
+        host: PeerHost,
+        make_replica: Callable[[int, Tree], tuple[LocalReplica, IslandDevices | None]],
         algorithm: Algorithm[Any],
         cluster: Cluster,
+        seed: int,
         rounds: int,
         accounting: RunAccounting,
         sink: Sink,
-        factory: IslandFactory,
     ) -> None:
-        self._algorithm, self._cluster, self._rounds = algorithm, cluster, rounds
-        self._accounting, self._sink, self._factory = accounting, sink, factory
+        self._algorithm, self._cluster, self._seed, self._rounds = algorithm, cluster, seed, rounds
+        self._accounting, self._sink, self._host, self._make_replica = accounting, sink, host, make_replica
         self.islands: dict[int, IslandState] = {}
         self.shared: dict[str, Any] = {}
         self._latest_s = 0.0
@@ -92,13 +63,28 @@ class ClusterState:
     def virtual_time_s(self) -> float:
         return max(self._latest_s, *(island.clock_s for island in self.islands.values()))
 
+    def new_collectives(self, present: Sequence[int]) -> SimCollectives:
+        """The exchanges of a round of these islands."""
+        return SimCollectives(
+            islands=present,
+            heard=[self._is_heard(island, present) for island in present],
+            links=[self._cluster.link_of(island) for island in present],
+            topology=self._cluster.topology,
+            accounting=self._accounting,
+            sink=self._sink,
+        )
+
+    def _is_heard(self, island: int, present: Collection[int]) -> bool:
+        """Whether the messages of this island arrive in this round. A single island sends none, so none can be lost."""
+        return len(present) == 1 or self._cluster.delivers(island, self._accounting.totals.round, self._seed)
+
     # -------------------------------------------------------------------------------------------------- joining and leaving
 
     def start(self, params: Tree) -> None:
         """Makes the islands of the first round, with these weights."""
         present = self._cluster.present(0, self._rounds)
         for rank, island in enumerate(present):
-            state = self._algorithm.init(params, self._factory.make_peers(present, rank))
+            state = self._fresh_state(params, present, rank)
             self.shared = self.shared or shared_fields(state)
             self._add(island, adopt_shared(f"island {island}", state, self.shared), 0.0, params)
         load_held_weights(self._algorithm, self.islands.values())
@@ -127,17 +113,20 @@ class ClusterState:
                 IslandJoined(island=new, round=totals.round, virtual_time_s=begin_s, donor=donor, sent_bytes=sent_bytes)
             )
             # A fresh State provides the joiner's own fields. The shared ones come from the donor.
-            fresh = self._algorithm.init(params, self._factory.make_peers(present, present.index(new)))
+            fresh = self._fresh_state(params, present, present.index(new))
             self._add(new, with_shared(fresh, self.shared), begin_s, params)
         self.islands = {island: self.islands[island] for island in present}
         if any(before.values()):
             self._reshard(before)
             load_held_weights(self._algorithm, self.islands.values())
 
+    def _fresh_state(self, params: Tree, present: Sequence[int], rank: int) -> Any:
+        return self._algorithm.init(params, SimPeers(self._host, self.new_collectives(present), rank))
+
     def _add(self, island: int, state: Any, begin_s: float, params: Tree) -> None:
-        replica, devices = self._factory.make_replica(island, params)
+        replica, devices = self._make_replica(island, params)
         version = self._accounting.totals.version
-        self.islands[island] = IslandState(island, replica, state, version, begin_s, uplink_free_s=begin_s, devices=devices)
+        self.islands[island] = IslandState(island, replica, state, begin_s, version=version, uplink_free_s=begin_s, devices=devices)
 
     def _reshard(self, before: Mapping[int, dict[str, Any]]) -> None:
         """Cuts sharded fields for the islands that are present now. `before` has the slices by island, in the order of the old
@@ -161,20 +150,20 @@ class ClusterState:
     def catch_up(self, island: int, state: Any) -> Wait | None:
         """Fetches the shared fields for an island that missed a commit. None if it missed none, or cannot be reached."""
         me = self.islands[island]
-        if me.version == self._accounting.totals.version or not self._factory.is_heard(island, list(self.islands)):
+        if me.version == self._accounting.totals.version or not self._is_heard(island, self.islands):
             return None
-        return Wait(partial(self._start_catching_up, me, state))
 
-    def _start_catching_up(self, me: IslandState, state: Any, task: ClockTask) -> None:
-        start_s, number = task.now_s, self._accounting.totals.round
-        donor, sent_bytes, end_s = self._transfer(me.id, start_s, tree_bytes(self.shared))
-        self._sink.emit(CaughtUp(island=me.id, donor=donor, round=number, start_s=start_s, end_s=end_s, sent_bytes=sent_bytes))
+        def start(task: ClockTask) -> None:
+            start_s, number = task.now_s, self._accounting.totals.round
+            donor, sent_bytes, end_s = self._transfer(island, start_s, tree_bytes(self.shared))
+            self._sink.emit(CaughtUp(island=island, donor=donor, round=number, start_s=start_s, end_s=end_s, sent_bytes=sent_bytes))
+            task.resume_at(end_s, arrive)
 
         def arrive() -> Any:
             me.version = self._accounting.totals.version  # it can serve others from now on
             return with_shared(state, self.shared)
 
-        task.resume_at(end_s, arrive)
+        return Wait(start)
 
     def _transfer(self, island: int, start_s: float, num_bytes: int) -> tuple[int | None, int, float]:
         """An island with the newest version sends these bytes. Returns that donor, the bytes sent, and when they have arrived."""
@@ -182,7 +171,7 @@ class ClusterState:
         if not donors:  # the last island with this version has left; the simulator has its fields, and no link carried them
             return None, 0, start_s
         # An island whose messages are lost in this round serves others only if no other donor is there.
-        donor = min(donors, key=lambda d: (not self._factory.is_heard(d.id, list(self.islands)), d.uplink_free_s, d.id))
+        donor = min(donors, key=lambda d: (not self._is_heard(d.id, self.islands), d.uplink_free_s, d.id))
         begin_s = max(start_s, donor.uplink_free_s)
         donor.uplink_free_s = begin_s + transfer_s(num_bytes, self._cluster.link_of(donor.id), self._cluster.link_of(island))
         self._accounting.ledgers[donor.id].sent_bytes += num_bytes
@@ -190,26 +179,36 @@ class ClusterState:
 
     # -------------------------------------------------------------------------------------------------------------- saving
 
-    def parts(self) -> dict[str, Any]:
-        """The parts of a checkpoint: one for the shared fields, one per island. Between two rounds only."""
-        newest = self._accounting.totals.version
-        return {"shared": dict(self.shared), **{f"island-{number}": island.part(newest) for number, island in self.islands.items()}}
-
-    def to_part(self) -> dict[str, Any]:
-        """What the engine's own part holds, so that the other parts can be read."""
-        return {"present": list(self.islands), "latest_s": self._latest_s}
+    def parts(self, engine: dict[str, Any]) -> dict[str, Any]:
+        """The parts of a checkpoint: one for the engine, one for the shared fields, one per island. Between two rounds only."""
+        parts = {
+            "engine": {**engine, "present": list(self.islands), "latest_s": self._latest_s},
+            "shared": dict(self.shared),
+        }
+        for island in self.islands.values():
+            newest = island.version == self._accounting.totals.version  # whose shared fields are saved once for all islands
+            parts[f"island-{island.id}"] = {
+                "clock_s": island.clock_s,
+                "version": island.version,
+                "uncommitted_tokens": island.uncommitted_tokens,
+                "shared": None if newest else shared_fields(island.state),
+                "unshared": unshared_fields(island.state),
+                "replica": None if island.devices else island.replica.state(),
+                "devices": island.devices.parts() if island.devices else None,
+            }
+        return parts
 
     def restore(self, engine: dict[str, Any], load: Callable[[str, Any], Any]) -> None:
-        """Restores a checkpoint with this part of the engine. `load(part, like)` returns the others, with the types of `like`."""
+        """Restores a checkpoint with this part of the engine. `load(part, like)` returns another part, with the types of `like`."""
         self._latest_s = engine["latest_s"]
         fresh, params = self.islands, self.params
         self.shared = load("shared", self.shared)
         self.islands = {}
         for rank, number in enumerate(engine["present"]):
-            template = self._algorithm.init(params, self._factory.make_peers(engine["present"], rank))
+            template = self._fresh_state(params, engine["present"], rank)
             known = fresh.get(number)
-            replica, devices = (known.replica, known.devices) if known else self._factory.make_replica(number, params)
-            like = {"shared": self.shared, "unshared": unshared_fields(template), "devices": devices.like() if devices else None}
+            replica, devices = (known.replica, known.devices) if known else self._make_replica(number, params)
+            like = {"shared": self.shared, "unshared": unshared_fields(template), "devices": devices.parts() if devices else None}
             part = load(f"island-{number}", like)
             if devices is None:
                 replica.restore(part["replica"])
@@ -217,6 +216,8 @@ class ClusterState:
                 devices.restore(part["devices"])
             unshared = trees_to_device(part["unshared"], replica.device)
             state = with_shared(template, {**(part["shared"] or self.shared), **unshared})
-            clock_s, tokens = part["clock_s"], part["uncommitted_tokens"]
-            self.islands[number] = IslandState(number, replica, state, part["version"], clock_s, clock_s, tokens, devices)
+            clock_s, tokens, version = part["clock_s"], part["uncommitted_tokens"], part["version"]
+            self.islands[number] = IslandState(
+                number, replica, state, clock_s, tokens, version=version, uplink_free_s=clock_s, devices=devices
+            )
         load_held_weights(self._algorithm, self.islands.values())

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.processes.spec import Processes
 from atoll.engines.simulator.spec import Simulator
 from atoll.engines.spec import EngineSpec, processes_started, read_spec, write_spec
-from atoll.engines.warm_start import Cache, WarmStart, get_warm_start, load_data
+from atoll.engines.warm_start_training import Cache, WarmStart, get_warm_start, load_data
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder, default_path, digest_of, write_text
@@ -43,20 +43,13 @@ from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.validation import check_finetuning_inputs
 from atoll.runs.workloads import data_fingerprint, partitioned_by_weights, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import JsonlSink, read_events
-from atoll.telemetry.sinks import Fanout, NullSink, ResumableSink, TensorBoardSink
+from atoll.telemetry.sinks import Fanout, ResumableSink, TensorBoardSink
 from atoll.telemetry.summary import Summary, read_summary
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run.
-
-    Attributes:
-        summary: its figures.
-        module: the trained module.
-        params: its weights.
-        folder: the run's folder.
-    """
+    """The figures of a run, the trained module, its weights, and the run's folder."""
 
     summary: Summary
     module: nn.Module
@@ -85,30 +78,27 @@ def discard(line: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunTask:
-    """A run whose folder is open and locked.
+class RunInputs:
+    """What a user gives besides the Run and the engine's spec; see `run`."""
 
-    Attributes:
-        run: the Run, fitted to the engine.
-        spec: the engine's settings.
-        folder: of the run.
-        workload: what to train instead of the Run's model and data.
-        sinks: further receivers of events.
-        log: takes lines about processes that start and die.
-        cache: data and warm starts that several runs share.
-        faults: to inject.
-        resumed: whether the run was started before.
-    """
-
-    run: Run
-    spec: EngineSpec
-    folder: RunFolder
     workload: Workload | None = None
     sinks: Sequence[Sink] = ()
     log: Callable[[str], object] = discard
     cache: Cache = field(default_factory=Cache)
     faults: Faults | None = None
-    resumed: bool = False
+
+    def check_faults(self, run: Run, spec: EngineSpec) -> None:
+        if self.faults is not None:
+            self.faults.check(run, spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTask(RunInputs):
+    """A run, fitted to its engine, whose folder is open and locked."""
+
+    run: Run
+    spec: EngineSpec
+    folder: RunFolder
 
     @property
     def finished(self) -> bool:
@@ -120,19 +110,14 @@ class RunTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRequest:
+class RunRequest(RunInputs):
     """A run that a user asks for: a new one, or one to resume if `run` is none. See `run` and `resume`."""
 
     run: Run | None
     spec: EngineSpec | None
     out: Path | None
     expected: Run | None = None
-    workload: Workload | None = None
-    sinks: Sequence[Sink] = ()
     command: Sequence[str] = ()
-    log: Callable[[str], object] = discard
-    cache: Cache = field(default_factory=Cache)
-    faults: Faults | None = None
 
     @property
     def shows_progress(self) -> bool:
@@ -142,40 +127,25 @@ class RunRequest:
     @contextmanager
     def open(self) -> Iterator[RunTask]:
         """Create the folder of a new run, or open that of a run to resume, and hold its lock."""
-        task = self._create() if self.run is not None else self._reopen()
-        with task.folder.lock():
-            if self.run is None and not task.finished:
-                task.folder.resumed(self.command)
-                write_spec(task.folder.path, task.spec)
-            yield task
+        run, spec, folder = self._reopen() if self.run is None else self._create(self.run)
+        with folder.lock():
+            if self.run is None and not folder.finished:
+                folder.append_source("resumed", self.command)
+                write_spec(folder.path, spec)
+            yield RunTask(run=run, spec=spec, folder=folder, **{f.name: getattr(self, f.name) for f in fields(RunInputs)})
 
-    def _task(self, run: Run, spec: EngineSpec, folder: RunFolder, *, resumed: bool) -> RunTask:
-        return RunTask(
-            run=run,
-            spec=spec,
-            folder=folder,
-            workload=self.workload,
-            sinks=self.sinks,
-            log=self.log,
-            cache=self.cache,
-            faults=self.faults,
-            resumed=resumed,
-        )
-
-    def _create(self) -> RunTask:
-        """What the engine cannot carry out is refused before the folder exists."""
-        assert self.run is not None
+    def _create(self, run: Run) -> tuple[Run, EngineSpec, RunFolder]:
+        """Refuses what the engine cannot carry out before the folder exists."""
         spec = self.spec or Simulator()
-        fitted = spec.fitted(self.run)
-        self._check_faults(fitted, spec)
-        refuse_impossible(fitted.resolved, self.workload, self.cache)
-        path = self.out or default_path(fitted.recipe, fitted.seed)
-        folder = RunFolder.create(path, fitted, self.command)
+        run = spec.fitted(run)
+        self.check_faults(run, spec)
+        _refuse_impossible(run.resolved, self.workload, self.cache)
+        folder = RunFolder.create(self.out or default_path(run.recipe, run.seed), run, self.command)
         write_spec(folder.path, spec)
         self.log(f"folder: {folder.path}")
-        return self._task(fitted, spec, folder, resumed=False)
+        return run, spec, folder
 
-    def _reopen(self) -> RunTask:
+    def _reopen(self) -> tuple[Run, EngineSpec, RunFolder]:
         assert self.out is not None
         folder = RunFolder.open(self.out)
         saved = read_spec(folder.path)
@@ -188,13 +158,9 @@ class RunRequest:
             folder.same_run(self.expected)
         _check_complete(self.workload)
         folder.check_workload(None if self.workload is None else type_name(type(self.workload)))
-        task = self._task(folder.run, self.spec or saved, folder, resumed=True)
-        self._check_faults(task.run, task.spec)
-        return task
-
-    def _check_faults(self, run: Run, spec: EngineSpec) -> None:
-        if self.faults is not None:
-            self.faults.check(run, spec)
+        spec = self.spec or saved
+        self.check_faults(folder.run, spec)
+        return folder.run, spec, folder
 
 
 def run(
@@ -228,7 +194,7 @@ def run(
     _check_complete(workload)
     request = RunRequest(
         run=run,
-        spec=engine or Simulator(),
+        spec=engine,
         out=None if out is None else Path(out).expanduser(),
         workload=workload,
         sinks=sinks,
@@ -237,7 +203,7 @@ def run(
         cache=cache or Cache(),
         faults=faults,
     )
-    return _launch(request, request.spec or Simulator())
+    return _launch(request, engine or Simulator())
 
 
 def resume(
@@ -258,10 +224,7 @@ def resume(
         engine: with other settings than before, such as another number of processes; none: as before.
         expected: refuse the folder if its Run differs.
         workload: as it was given to `run`, if one was.
-        sinks: further receivers of events.
-        command: the command that resumed the run, for source.txt.
-        log: takes lines about processes that start and die.
-        faults: to inject.
+        sinks, command, log, faults: as in `run`.
     """
     check_type("out", out, str)
     check_type("engine", engine, EngineSpec | None)
@@ -294,7 +257,7 @@ def _launch(request: RunRequest, spec: EngineSpec) -> Result | None:
     return start(request)
 
 
-def refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> None:
+def _refuse_impossible(run: Run, workload: Workload | None, cache: Cache) -> None:
     """Refuse a run that this machine cannot carry out, before it has a folder."""
     device_of(run)
     for number in range(run.rounds(run.train.steps) if run.cluster.away else 0):
@@ -316,13 +279,7 @@ def _check_complete(workload: Workload | None) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What an engine starts from.
-
-    Attributes:
-        workload: with the data in shards.
-        warm_start: the weights of the start.
-        origin: digests of the Run and of the data, which a checkpoint must match.
-    """
+    """What an engine starts from: data in shards, weights, and the digests of Run and data, which a checkpoint must match."""
 
     workload: Workload
     warm_start: WarmStart
@@ -379,7 +336,7 @@ class Driver:
     def carry_out(self) -> Result | None:
         checkpoint = self.checkpoints.newest()
         with ExitStack() as stack:
-            sink: Sink = NullSink()
+            sink: Sink = Fanout([])
             if self.leads:
                 self.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
                 sink = stack.enter_context(Fanout(self.open_sinks(checkpoint)))
@@ -408,8 +365,8 @@ class Driver:
             self.write_inputs()
             sink.emit(self.started(plain))
         warm = self.make_warm_start(plain, sink, resuming=checkpoint is not None)
-        if checkpoint is None:
-            self.emit_warm_start(warm, sink)
+        if checkpoint is None and run.train.warm_start_steps:
+            sink.emit(WarmStartFinished(steps=run.train.warm_start_steps, tokens=warm.tokens, loss=warm.loss))
         workload = task.workload or sharded_workload(run, load_data(run, task.cache), warm.params)
         prepared = Prepared(workload, warm, {"run": self.run_digest(), "data": data_fingerprint(workload)})
         if checkpoint is not None:
@@ -452,12 +409,10 @@ class Driver:
 
     def started(self, workload: Workload) -> Event:
         run = self.run
-        algorithm = type(run.algorithm).__name__
-        if run.inside is not None:
-            algorithm += f" over {type(run.inside).__name__}"
+        inside = "" if run.inside is None else f" over {type(run.inside).__name__}"
         return RunStarted(
             recipe=run.recipe,
-            algorithm=algorithm,
+            algorithm=type(run.algorithm).__name__ + inside,
             islands=run.effective_cluster.islands,
             params=sum(p.numel() for p in workload.module().parameters() if p.requires_grad),
             steps=run.train.steps,
@@ -465,11 +420,6 @@ class Driver:
             engine=self.task.spec.name,
             devices_per_island=None if run.inside is None else run.cluster.devices_per_island,
         )
-
-    def emit_warm_start(self, warm: WarmStart, sink: Sink) -> None:
-        steps = self.run.train.warm_start_steps
-        if steps:
-            sink.emit(WarmStartFinished(steps=steps, tokens=warm.tokens, loss=warm.loss))
 
     def write_final(
         self, params: Tree, buffers: Mapping[str, Tensor], finished: RunFinished, checkpoint: Checkpoint | None

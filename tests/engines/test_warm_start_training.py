@@ -8,7 +8,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.protocols import Work
 from atoll.engines.training_setup import replica_of
-from atoll.engines.warm_start import Cache, get_warm_start, load_data, train_warm_start
+from atoll.engines.warm_start_training import Cache, get_warm_start, load_data, train_warm_start
 from atoll.runs.run import candidates
 from atoll.runs.workloads import single_shard_workload
 from atoll.telemetry.sinks import MemorySink
@@ -122,7 +122,7 @@ def test_processes_that_share_a_folder_use_the_first_warm_start_bit_for_bit(tmp_
         made = train_warm_start(*arguments)
         return replace(made, params=made.params * 2)  # a GPU would make others, too
 
-    monkeypatch.setattr("atoll.engines.warm_start.train_warm_start", train_while_another_process_writes)
+    monkeypatch.setattr("atoll.engines.warm_start_training.train_warm_start", train_while_another_process_writes)
     assert warm("three").params.same_bits(first.params)
     assert [path.name for path in (tmp_path / "common").iterdir()] == [kept.name]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
+from atoll.core.nested_trees import leaves, trees, trees_in, with_trees
 from atoll.core.protocols import Gradient, Owner, fields_owned
-from atoll.core.pytree import leaves, trees
 
 
 def shared_fields(state: Any) -> dict[str, Any]:
@@ -26,11 +26,8 @@ def with_shared(state: Any, shared: Mapping[str, Any]) -> Any:
 
 
 def donated(state: Any, *, shared: bool = False) -> Any:
-    """The State for a round that will never be repeated: Trees of fields declared `donated` may be computed in.
-
-    The State that came in can no longer be read there. Shared fields are donated only with `shared`: in the simulator all islands
-    hold the same objects.
-    """
+    """The State for a round that will never be repeated: Trees of fields declared `donated` may be computed in, and no longer be
+    read in the old State. Shared fields are donated only with `shared`: in the simulator all islands hold the same objects."""
     names = [f.name for f in fields(state) if f.metadata.get("donated") and (shared or f.metadata["owner"] is not Owner.SHARED)]
     return replace(state, **{name: _with_trees(getattr(state, name), Tree.donate) for name in names})
 
@@ -61,12 +58,7 @@ def trees_to_device(value: Any, device: torch.device | str) -> Any:
 
 def _with_trees(value: Any, change: Callable[[Tree], Tree]) -> Any:
     """A Tree, tuple or NamedTuple with `change` applied to every Tree in it."""
-    if isinstance(value, Tree):
-        return change(value)
-    if isinstance(value, tuple):
-        items = [_with_trees(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
+    return with_trees(value, map(change, trees_in(value)))
 
 
 def pending_tokens(state: Any) -> int:
@@ -75,10 +67,8 @@ def pending_tokens(state: Any) -> int:
 
 
 def adopt_shared(name: str, state: Any, shared: Mapping[str, Any]) -> Any:
-    """Checks that the shared fields have the bits of `shared`, and returns the State with those objects.
-
-    The process then holds these fields once for all islands, and finds a diverged island in the round in which it diverged.
-    """
+    """Checks that the shared fields have the bits of `shared`, and returns the State with those objects. A process then holds them
+    once for all islands, and finds a diverged island in the round in which it diverged."""
     for (path, mine), (_, theirs) in zip(leaves(shared_fields(state)), leaves(shared), strict=True):
         if not _same_bits(mine, theirs):
             raise ExchangeFailed(

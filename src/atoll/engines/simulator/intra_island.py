@@ -10,63 +10,66 @@ Devices of one island always hear each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
-from atoll.core.memoize import forget
+from atoll.core.nested_trees import memories, recycle
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Sink, Work, fields_owned
-from atoll.core.pytree import memories, recycle
+from atoll.core.shared_results import forget
 from atoll.engines.accounting import RunAccounting
-from atoll.engines.replicated_state import adopt_shared, donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
-from atoll.engines.simulator.compute_pool import TimedCompute
-from atoll.engines.simulator.peers import Compute, SimPeers, SimReplica
+from atoll.engines.simulator.peers import SimPeers, SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
+from atoll.engines.state_ownership import adopt_shared, donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.flat_parameters import FlatModule
-from atoll.replica.local_replica import LocalReplica
+from atoll.replica.local_replica import ComputeJob, LocalReplica
 from atoll.runs.cluster import Cluster
 from atoll.runs.run import with_rate_at
 
 
-class WeightHolder(Protocol):
-    """An island, or a device of an island, whose replica keeps gathered weights from round to round."""
+@dataclass
+class SimMember:
+    """An island, or a device of an island."""
 
-    state: Any
+    id: int  # of the island
     replica: LocalReplica
+    state: Any
+    clock_s: float = 0.0
+    uncommitted_tokens: int = 0
+    device: int | None = None
 
 
-def held_weights(algorithm: HoldsWeights, members: Iterable[WeightHolder]) -> Tree:
+def held_weights(algorithm: HoldsWeights, members: Iterable[SimMember]) -> Tree:
     """The weights that replicas hold between two rounds, joined from the States of all members in rank order."""
     return Tree.join([algorithm.held(member.state) for member in members])
 
 
-def load_held_weights(algorithm: Any, members: Iterable[WeightHolder]) -> None:
+def load_held_weights(algorithm: Any, members: Collection[SimMember]) -> None:
     """Loads them into all replicas, if the algorithm `HoldsWeights`."""
     if isinstance(algorithm, HoldsWeights):
-        members = list(members)
         whole = held_weights(algorithm, members)
         for member in members:
             member.replica.load(whole)
 
 
-def check_held_weights(algorithm: Any, members: Mapping[str, WeightHolder], round: int) -> None:
-    """Raises ExchangeFailed if a replica holds other weights than the slices of all members, given by name in rank order."""
+def check_held_weights(algorithm: Any, members: Collection[SimMember], collectives: SimCollectives) -> None:
+    """Raises ExchangeFailed if a replica holds other weights than the slices of all members of this round, in rank order."""
     if not isinstance(algorithm, HoldsWeights):
         return
-    whole = held_weights(algorithm, members.values())
-    for name, differs in zip(members, _differing(whole, [member.replica for member in members.values()]), strict=True):
-        if differs:
-            raise ExchangeFailed(
-                f"after round {round} {name} holds other weights than the joined slices of all members. An algorithm that has "
-                f"`held` must load what it gathered into the replica before a round ends."
-            )
+    differing = _differing(held_weights(algorithm, members), [member.replica for member in members])
+    if any(differing):
+        raise ExchangeFailed(
+            f"after round {collectives.accounting.totals.round} {collectives.name(differing.index(True))} holds other weights than "
+            f"the joined slices of all members. An algorithm that has `held` must load what it gathered into the replica before a "
+            f"round ends."
+        )
 
 
 def _differing(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
@@ -86,57 +89,43 @@ def unshared_fields(state: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class IntraIsland:
-    """What the devices of all islands have in common.
-
-    Args:
-        assign: assigns data by reader, batches, pieces and schedule position. Device j of island i is reader i * devices + j.
-    """
+    """What the devices of all islands have in common. Device j of island i is reader i * devices + j."""
 
     algorithm: Algorithm[Any]
     cluster: Cluster
     accounting: RunAccounting
-    timed_compute: TimedCompute
-    assign: Callable[[int, int, int, int], Work]
     sink: Sink
-    make_replica: Callable[[int], LocalReplica]
+    make_replica: Callable[[int], LocalReplica]  # of a reader
+    compute: Callable[[SimMember, ComputeJob], Wait]
+    assign: Callable[[int, int, int, int], Work]  # by reader, batches, pieces and schedule position
 
     def readers(self, island: int) -> range:
-        """The numbers of the island's devices among those of all islands."""
         count = self.cluster.devices_per_island
         return range(island * count, (island + 1) * count)
 
 
-@dataclass
-class IslandDevice:
-    replica: LocalReplica
-    state: Any
-    clock_s: float = 0.0
-    uncommitted_tokens: int = 0
-
-
-class IslandDevices:
-    """The devices of one island, beginning with the weights `params`."""
+class IslandDevices(TrainingOnlyReplica):
+    """The devices of one island, beginning with the weights `params`. To the inter-island algorithm, a protocols.Replica."""
 
     def __init__(self, intra: IntraIsland, island: int, params: Tree) -> None:
         self._intra, self._island = intra, island
+        self.clock = VirtualClock()  # of the present round between islands
         self._collectives = self._new_collectives()
         self._schedule = 0
-        self._must_gather = False
-        """Whether each device has only its slice of the weights that were loaded last."""
-        self._dtype = params.flat.dtype
-        """Of loaded weights, and so of `params()`."""
+        self._must_gather = False  # whether each device has only its slice of the weights that were loaded last
+        self._dtype = params.flat.dtype  # of loaded weights, and so of `params()`
         self._committed_tokens = 0
         self._skipped_in_a_row = 0
         mine = params.copy()  # States reuse their buffers; the caller keeps its own
         self.members = [
-            IslandDevice(intra.make_replica(reader), intra.algorithm.init(mine, SimPeers(self, self._collectives, rank)))
+            SimMember(island, intra.make_replica(reader), intra.algorithm.init(mine, self._peers(rank)), device=rank)
             for rank, reader in enumerate(intra.readers(island))
         ]
         for device in self.members:
             device.state = adopt_shared("a device", device.state, shared_fields(self.members[0].state))
         load_held_weights(intra.algorithm, self.members)
 
-    # ----------------------------------------------------------------------------------------- for the inter-island algorithm
+    # --------------------------------------------------------------------------------- a Replica for the inter-island algorithm
 
     def load(self, params: Tree) -> None:
         """Rebases all devices on these weights, unless the island has them already, as after a mean that left it out."""
@@ -147,7 +136,7 @@ class IslandDevices:
         whole, before, count = params.copy(), [device.state for device in self.members], len(self.members)
         for rank, device in enumerate(self.members):
             mine = whole.shard(rank, count) if isinstance(algorithm, HoldsWeights) else whole
-            device.state = algorithm.rebase(device.state, mine, SimPeers(self, self._collectives, rank))
+            device.state = algorithm.rebase(device.state, mine, self._peers(rank))
             self._intra.accounting.totals.dropped_tokens += device.uncommitted_tokens - pending_tokens(device.state)
             device.uncommitted_tokens = pending_tokens(device.state)
         recycle([whole, *before], [device.state for device in self.members])
@@ -163,6 +152,13 @@ class IslandDevices:
             whole = Tree.join([device.state.params for device in self.members])
         return whole.cast(self._dtype).borrow()
 
+    async def train(self, steps: int, work: Work) -> None:
+        """Devices get their own data positions; of `work` only the schedule position counts."""
+        await Wait(self._begin)
+        for step in range(0, steps, self._intra.algorithm.steps_per_round):
+            await Wait(partial(self._start_round, work.schedule + step))
+        check_held_weights(self._intra.algorithm, self.members, self._collectives)
+
     def take_tokens(self) -> int:
         """Tokens of the devices' updates since the last call."""
         tokens, self._committed_tokens = self._committed_tokens, 0
@@ -174,7 +170,7 @@ class IslandDevices:
 
     # ----------------------------------------------------------------------------------------------------------- a round
 
-    def begin(self, task: ClockTask) -> None:
+    def _begin(self, task: ClockTask) -> None:
         """Gathers loaded weights on all devices."""
         start_s = end_s = task.now_s
         if self._must_gather and len(self.members) > 1:
@@ -186,17 +182,14 @@ class IslandDevices:
             device.clock_s = end_s
         task.resume_at(end_s, lambda: None)
 
-    def start_round(self, clock: VirtualClock, schedule: int, task: ClockTask) -> None:
+    def _start_round(self, schedule: int, task: ClockTask) -> None:
         """Starts a round of the intra-island algorithm at this schedule position. `task` resumes when the last device is done."""
         self._collectives, self._schedule = self._new_collectives(), schedule
         algorithm = with_rate_at(self._intra.algorithm, schedule)
         before, running = [device.state for device in self.members], set(range(len(self.members)))
 
         def leave(rank: int, peers: SimPeers, over: ClockTask) -> None:
-            if peers.has_flight:
-                raise ExchangeFailed(
-                    f"{self._collectives.name(rank)} leaves a round with a flight open. Await it within the round."
-                )
+            peers.check_closed()
             device = self.members[rank]
             device.clock_s, device.state = over.now_s, owned(over.result)
             running.discard(rank)
@@ -205,10 +198,11 @@ class IslandDevices:
                 task.resume_at(max(device.clock_s for device in self.members), lambda: None)
 
         for rank, device in enumerate(self.members):
-            peers = SimPeers(self, self._collectives, rank, clock)
+            peers = self._peers(rank, self.clock)
+            replica = SimReplica(device.replica, partial(self._intra.compute, device))
             # Devices always hear each other, so no round inside has to be repeated.
-            coroutine = algorithm.round(donated(device.state), SimReplica(self, rank, device.replica), peers)
-            clock.spawn(self._collectives.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
+            coroutine = algorithm.round(donated(device.state), replica, peers)
+            self.clock.spawn(self._collectives.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
         self._collectives.kept = memories(before)
 
     def _end_round(self, before: Sequence[Any]) -> None:
@@ -225,14 +219,8 @@ class IslandDevices:
         forget()  # a round between islands has many rounds inside
         self._skipped_in_a_row = accounting.count_skipped(skipped, self._skipped_in_a_row, self._intra.sink)
 
-    def check(self) -> None:
-        """After a round between islands: replicas must hold the weights that their slices make up."""
-        names = {self._collectives.name(rank): device for rank, device in enumerate(self.members)}
-        check_held_weights(self._intra.algorithm, names, self._intra.accounting.totals.round)
-
-    @property
-    def steps_per_round(self) -> int:
-        return self._intra.algorithm.steps_per_round
+    def _peers(self, rank: int, clock: VirtualClock | None = None) -> SimPeers:
+        return SimPeers(self, self._collectives, rank, clock)
 
     def _new_collectives(self) -> SimCollectives:
         cluster, count = self._intra.cluster, self._intra.cluster.devices_per_island
@@ -247,14 +235,6 @@ class IslandDevices:
         )
 
     # ----------------------------------------------------------------------------------------------- a PeerHost for devices
-
-    def compute(self, device: int, function: Compute, *, steps: int, batches: float, draw: str | None = None) -> Wait:
-        count = partial(self._count_tokens, self.members[device])
-        wait = self._intra.timed_compute.wait
-        return wait(self._island, function, steps=steps, batches=batches, count_tokens=count, device=device, draw=draw)
-
-    def _count_tokens(self, device: IslandDevice, tokens: int) -> None:
-        device.uncommitted_tokens += tokens
 
     def assign_work(self, device: int, steps: int, batches: int, pieces: int) -> Work:
         return self._intra.assign(self._intra.readers(self._island)[device], batches, pieces, self._schedule)
@@ -275,13 +255,6 @@ class IslandDevices:
             ],
         }
 
-    def like(self) -> dict[str, Any]:
-        """The types of `parts`."""
-        return {
-            "shared": shared_fields(self.members[0].state),
-            "devices": [{"unshared": unshared_fields(device.state)} for device in self.members],
-        }
-
     def restore(self, parts: dict[str, Any]) -> None:
         self._skipped_in_a_row = parts["skipped_in_a_row"]
         for device, part in zip(self.members, parts["devices"], strict=True):
@@ -290,23 +263,3 @@ class IslandDevices:
             device.replica.restore(part["replica"])
             device.uncommitted_tokens = part["uncommitted_tokens"]
         load_held_weights(self._intra.algorithm, self.members)
-
-
-class IslandReplica(TrainingOnlyReplica):
-    """An island of several devices, seen by the inter-island algorithm. A protocols.Replica."""
-
-    def __init__(self, devices: IslandDevices, clock: VirtualClock) -> None:
-        self._devices, self._clock = devices, clock
-
-    def load(self, params: Tree) -> None:
-        self._devices.load(params)
-
-    def params(self) -> Tree:
-        return self._devices.params()
-
-    async def train(self, steps: int, work: Work) -> None:
-        """Devices get their own data positions; of `work` only the schedule position counts."""
-        await Wait(self._devices.begin)
-        for step in range(0, steps, self._devices.steps_per_round):
-            await Wait(partial(self._devices.start_round, self._clock, work.schedule + step))
-        self._devices.check()

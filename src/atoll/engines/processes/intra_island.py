@@ -8,36 +8,33 @@ islands come in slices: the devices gather them, and the algorithm inside takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
-
-from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
-from atoll.core.flat_tree import Tree, empty
-from atoll.core.layout import Layout, shard_range
+from atoll.core.errors import ConfigError, TrainingDiverged
+from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, Work, fields_owned
-from atoll.core.pytree import recycle
 from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.checkpoints import CheckpointPart, PartLoader, ShardSlice
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
-from atoll.engines.processes.process_group import RankContext
-from atoll.engines.processes.replica import ProcessReplica
-from atoll.engines.replicated_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.processes.rank_context import RankContext
+from atoll.engines.processes.timed_replica import ProcessReplica
 from atoll.engines.round_record import ExchangeRecord, RoundRecord, WallClock, last_update
+from atoll.engines.state_ownership import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.run import with_rate_at
 
 
+@dataclass
 class UpdateCounter:
     """Counts the tokens that go into updates, and the updates skipped in a row."""
 
-    def __init__(self) -> None:
-        self.pending_tokens = self.skipped_in_a_row = 0
+    pending_tokens: int = 0
+    skipped_in_a_row: int = 0
 
     def count(self, update: ExchangeRecord | None, read_tokens: int, pending: int, where: str = "") -> int:
         """A round has read tokens, and leaves some pending. Returns how many went into its update.
@@ -56,91 +53,50 @@ class UpdateCounter:
             )
         return committed
 
-    def state(self) -> dict[str, int]:
-        return {"pending_tokens": self.pending_tokens, "skipped_in_a_row": self.skipped_in_a_row}
-
-    def restore(self, state: Any) -> None:
-        self.pending_tokens, self.skipped_in_a_row = state["pending_tokens"], state["skipped_in_a_row"]
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue from `vars` of another counter, which other values may accompany."""
+        self.pending_tokens, self.skipped_in_a_row = saved["pending_tokens"], saved["skipped_in_a_row"]
 
 
-class IslandModel(Protocol):
-    """What computes on this rank."""
+class IslandRole:
+    """This rank's part in its island. Of this class is the only device of an island; a device of several overrides the methods.
 
-    device: str
-    steps_taken: int
+    Args:
+        model: what computes on this rank: its state is one part of a checkpoint.
+        replica: what the algorithm between islands trains.
+        part: name of that part.
+    """
 
-    def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers."""
-
-
-class IslandRole(Protocol):
-    """This rank's part in its island."""
-
-    @property
-    def model(self) -> IslandModel: ...
-
-    def replica(self) -> Replica:
-        """What the algorithm between islands trains."""
+    def __init__(self, model: Any, replica: Replica, part: str) -> None:
+        self._model, self.replica, self._part = model, replica, part
 
     def shard(self, params: Tree) -> Tree:
         """The part of these weights that this rank exchanges with its counterparts: all of them, or its slice."""
+        return params
 
     def gather(self, shard: Tree) -> Tree:
         """The whole weights, from the shards of all devices of the island, which call this together."""
+        return shard
 
     def committed_tokens(self, read: int) -> int:
         """The tokens that went into updates since the last call, of which `read` were read."""
-
-    def parts(self) -> dict[str, CheckpointPart]:
-        """This role's parts of a checkpoint."""
-
-    def restore(self, load: PartLoader) -> None:
-        """Continue from a checkpoint."""
-
-
-class OwnPartRole:
-    """What the roles have in common whose model is one part of a checkpoint, and whose updates have all tokens that it read."""
-
-    def __init__(self, model: Any, part: str) -> None:
-        self.model, self._part = model, part
-
-    def committed_tokens(self, read: int) -> int:
         return read
 
     def parts(self) -> dict[str, CheckpointPart]:
-        return {self._part: CheckpointPart(self.model.state())}
+        return {self._part: CheckpointPart(self._model.state())}
 
     def restore(self, load: PartLoader) -> None:
         state = load(self._part, CheckpointPart(None))
         if state is not None:  # a new island starts with fresh optimizer state
-            self.model.restore(state)
+            self._model.restore(state)
 
 
-class SingleDevice(OwnPartRole):
-    """The only device of its island. An IslandRole."""
-
-    model: LocalReplica
-
-    def __init__(self, model: LocalReplica, replica: Replica, rank: int) -> None:
-        super().__init__(model, f"replica-{rank}")
-        self._replica = replica
-
-    def replica(self) -> Replica:
-        return self._replica
-
-    def shard(self, params: Tree) -> Tree:
-        return params
-
-    def gather(self, shard: Tree) -> Tree:
-        return shard
-
-
-class DeviceGroup(TrainingOnlyReplica):
+class DeviceGroup(IslandRole, TrainingOnlyReplica):
     """One of several devices that train an island together. An IslandRole, and the Replica that it trains.
 
     Args:
         algorithm: what the devices of an island do together.
-        replica: the same, as the algorithm inside sees it.
+        replica: the model, as the algorithm inside sees it.
         assign: assigns batches, in pieces, at a position of the schedule.
     """
 
@@ -159,9 +115,9 @@ class DeviceGroup(TrainingOnlyReplica):
         timeout: ExchangeTimeout,
     ) -> None:
         assert context.island_devices is not None, "an island of one device has no algorithm inside"
-        self.model = model
-        self._algorithm, self._replica, self._thread, self._record = algorithm, replica, thread, record
-        self._group, self._island, self._rank, self._layout = context.island_devices, context.island, context.rank, params.layout
+        super().__init__(model, self, f"device-{context.rank}")
+        self._algorithm, self._device_replica, self._record = algorithm, replica, record
+        self._group, self._island, self._rank = context.island_devices, context.island, context.rank
         self._schedule = self._committed = 0
         self._counter = UpdateCounter()
         self._peers = ProcessPeers(
@@ -182,14 +138,11 @@ class DeviceGroup(TrainingOnlyReplica):
 
     # ------------------------------------------------------------------------------------------------ seen from the island
 
-    def replica(self) -> Replica:
-        return self
-
     def shard(self, params: Tree) -> Tree:
         return params.shard(self._group.rank, self._group.size)
 
     def gather(self, shard: Tree) -> Tree:
-        return gather_slices(self._thread, self._group, shard, self._layout)
+        return self._peers.gather_slices(shard)
 
     def committed_tokens(self, read: int) -> int:
         committed, self._committed = self._committed, 0
@@ -231,20 +184,16 @@ class DeviceGroup(TrainingOnlyReplica):
         self._record.dropped_tokens += self._counter.pending_tokens - pending
         self._counter.pending_tokens = pending
         if holds:
-            self.model.load(await self._peers.all_gather(algorithm.held(self._state)))
-        self._recycle(before)
+            self._model.load(await self._peers.all_gather(algorithm.held(self._state)))
+        self._peers.recycle(before, self._state)
 
     async def _round(self) -> None:
         """One round of the algorithm inside, at this position of the schedule."""
         before, record = self._state, self._record
         spans, exchanges = len(record.computed), len(record.island_exchanges)
         algorithm = with_rate_at(self._algorithm, self._schedule)
-        self._state = owned(await algorithm.round(donated(before), self._replica, self._peers))
-        if self._peers.in_background:
-            raise ExchangeFailed(
-                f"rank {self._rank} leaves a round inside its island with a background exchange open. Await it within the round."
-            )
-        self._recycle(before)
+        self._state = owned(await algorithm.round(donated(before), self._device_replica, self._peers))
+        self._peers.end_round(before, self._state, f"rank {self._rank} leaves a round inside its island")
         update = last_update(record.island_exchanges[exchanges:])
         record.island_updates += 1
         if update is not None and update.unusable:
@@ -252,53 +201,37 @@ class DeviceGroup(TrainingOnlyReplica):
         read = sum(span.tokens for span in record.computed[spans:])
         self._committed += self._counter.count(update, read, pending_tokens(self._state), f" inside island {self._island}")
 
-    def _recycle(self, before: Any) -> None:
-        recycle([before, *self._peers.results], [self._state])
-        self._peers.results.clear()
-
     def _load_held(self) -> None:
         if isinstance(self._algorithm, HoldsWeights):
-            self.model.load(self.gather(self._algorithm.held(self._state)))
+            self._model.load(self.gather(self._algorithm.held(self._state)))
 
     # --------------------------------------------------------------------------------------------------------- checkpoints
 
     def parts(self) -> dict[str, CheckpointPart]:
-        own = {**self._counter.state(), "replica": self.model.state(), "state": fields_owned(self._state, Owner.OWN)}
+        own = {**vars(self._counter), "replica": self._model.state(), "state": fields_owned(self._state, Owner.OWN)}
         mine = ShardSlice(self._group.rank, self._group.size, "devices")
         return {
             f"inside-{self._island}-shared": CheckpointPart(shared_fields(self._state)),
             f"inside-{self._island}-sharded": CheckpointPart(fields_owned(self._state, Owner.SHARDED), mine),
-            f"device-{self._rank}": CheckpointPart(own),
+            self._part: CheckpointPart(own),
         }
 
     def restore(self, load: PartLoader) -> None:
         here = self.parts()
-        own = load(f"device-{self._rank}", CheckpointPart({**here[f"device-{self._rank}"].value, "replica": None}))
+        own = load(self._part, CheckpointPart({**here.pop(self._part).value, "replica": None}))
         if own is None:  # a new island starts with fresh optimizer state, at the weights of the other islands
             return
-        fields: dict[str, Any] = {}
-        for name in (f"inside-{self._island}-shared", f"inside-{self._island}-sharded"):
-            fields.update(load(name, here[name]) or {})
-        fields.update(own["state"])
-        self._state = with_shared(self._state, trees_to_device(fields, self.model.device))
+        self._state = restored_state(self._state, [load(name, part) for name, part in here.items()], own, self._model.device)
         self._counter.restore(own)
-        self.model.restore(own["replica"])
+        self._model.restore(own["replica"])
         self._load_held()
 
 
-def gather_slices(thread: CommunicationThread, group: GroupCollectives, mine: Tree, layout: Layout) -> Tree:
-    """The whole tree, of which each rank of the group holds a slice. It is no part of training: its bytes are not counted."""
-
-    def gather() -> Tree:
-        sent_bytes = group.sent_bytes
-        whole = Tree(layout, empty(layout.numel, mine.flat.dtype, mine.flat.device))
-        start, stop = shard_range(layout.numel, group.rank, group.size)
-        whole.flat[start:stop].copy_(mine.flat)
-        group.all_gather(whole.flat)
-        group.sent_bytes = sent_bytes
-        return whole
-
-    return thread.call(gather)
+def restored_state(state: Any, parts: Iterable[Mapping[str, Any] | None], own: Mapping[str, Any] | None, device: str) -> Any:
+    """The State with the fields of these parts of a checkpoint, and with those of this rank's own part. None: it has no such."""
+    fields = {name: value for part in parts for name, value in (part or {}).items()}
+    fields.update({} if own is None else own["state"])
+    return with_shared(state, trees_to_device(fields, device))
 
 
 def check_sliceable(algorithm: Any) -> None:

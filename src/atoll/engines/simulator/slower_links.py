@@ -12,30 +12,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from atoll.core.events import Event, RoundFinished
+from atoll.core.events import RoundFinished
 from atoll.core.protocols import AsyncAlgorithm
 from atoll.engines.simulator.launch import engine_of
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.cluster import Cluster, Link
 from atoll.runs.run import Run, dtype_of
+from atoll.telemetry.sinks import MemorySink
 
 _MAX_PARAMETERS = 100_000
 """A larger model is replaced by one of this size on links that are slower in proportion. Control messages, which do not shrink with
 the model, change the time by less than 1 part in 1,000."""
-_MAX_LOCAL_STEPS = 1_000
-"""Of all islands. A longer run is simulated up to here, and extrapolated at the pace of the second half."""
+_MAX_LOCAL_STEPS = 1_000  # Of all islands. A longer run is simulated up to here, and extrapolated at the pace of the second half.
 
 
 def time_on_slower_links(run: Run, parameters: int, factor: float) -> float:
     """The virtual time of a run if every link between islands had 1/factor of its bandwidth. Latencies, and links inside islands,
-    stay as they are.
-
-    Args:
-        run: with the cluster that it was simulated on.
-        parameters: trainable parameters of its model.
-        factor: how many times slower the links are.
-    """
+    stay as they are."""
     return virtual_time(replace(run, cluster=_scaled_links(run.cluster, 1 / factor)), parameters)
 
 
@@ -54,25 +48,12 @@ def virtual_time(run: Run, parameters: int) -> float:
     keep = replace(run.keep, evaluate_every=steps, save_every=steps)
     timed = replace(run.resolved, cluster=cluster, train=train, keep=keep)
     workload, dtype = _TimedWorkload(size, timed.shards, timed.train.batch_size), dtype_of(timed)
-    rounds_seen = _Rounds()
-    engine_of(timed, workload, initial_weights(workload, "cpu", dtype), Evaluator(workload, "cpu", dtype), rounds_seen, None).run()
-    return rounds_seen.time_at(run.train.steps / steps)
-
-
-class _Rounds:
-    """Collects the end of each round, and how much of the work is done then."""
-
-    def __init__(self) -> None:
-        self._ends: list[tuple[float, float]] = []
-
-    def emit(self, event: Event) -> None:
-        if isinstance(event, RoundFinished):
-            self._ends.append((event.local_updates or event.steps, event.time_s))
-
-    def time_at(self, times: float) -> float:
-        """The time at so many times the work that was simulated, at the pace of the second half."""
-        (done, end_s), (half_done, half_s) = self._ends[-1], self._ends[len(self._ends) // 2 - 1]
-        return end_s if times == 1 else end_s + (times - 1) * done * (end_s - half_s) / (done - half_done)
+    sink = MemorySink()
+    engine_of(timed, workload, initial_weights(workload, "cpu", dtype), Evaluator(workload, "cpu", dtype), sink, None).run()
+    ends = [(event.local_updates or event.steps, event.time_s) for event in sink.of(RoundFinished)]
+    (done, end_s), (half_done, half_s) = ends[-1], ends[len(ends) // 2 - 1]
+    times = run.train.steps / steps
+    return end_s if times == 1 else end_s + (times - 1) * done * (end_s - half_s) / (done - half_done)
 
 
 def _scaled_links(cluster: Cluster, share: float) -> Cluster:
@@ -92,7 +73,7 @@ def _scaled(link: Link, share: float) -> Link:
 
 @dataclass(frozen=True)
 class _TimedWorkload:
-    """A vector of parameters whose loss is their mean, and batches of ones. It is a Workload and its own Batches."""
+    """One vector of parameters, whose loss is their mean. It is a Workload, and its own Batches of ones."""
 
     size: int
     num_shards: int
@@ -112,20 +93,12 @@ class _TimedWorkload:
         return len(batch)
 
     def module(self) -> nn.Module:
-        return _Vector(self.size)
+        return nn.ParameterList([torch.zeros(self.size)])
 
     def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
-        loss: Tensor = module(batch)
+        assert isinstance(module, nn.ParameterList)
+        loss: Tensor = module[0].mean() * batch.mean()
         return loss
 
     def evaluate(self, module: nn.Module) -> Mapping[str, float]:
         return {"loss": 0.0}
-
-
-class _Vector(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.weight.mean() * batch.mean()

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.flat_tree import Tree
@@ -15,12 +16,14 @@ from atoll.engines.accounting import ComputeSpan
 from atoll.engines.round_record import WallClock
 from atoll.replica.local_replica import ComputeResult, LocalReplica
 
+T = TypeVar("T")
+
 
 class ProcessReplica:
     """This process's model. A protocols.Replica.
 
     Args:
-        pause_s: sleeps this long for each batch besides, to emulate a slower machine.
+        pause_s: it sleeps this long for each batch, to emulate a slower machine.
         where: names the island, the round and a step of the span, for errors.
         allow_nonfinite: a loss that is not finite is no error here: the receiver of the weights checks them.
     """
@@ -48,21 +51,12 @@ class ProcessReplica:
         self._compute(lambda: (None, self._replica.train(steps, work)), steps, float(steps))
 
     async def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
+        self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
     ) -> Gradient:
-        def compute() -> tuple[Gradient, ComputeResult]:
-            return self._replica.gradient(work, at=at, onto=onto, weigh=weigh, wide=wide)
+        compute = partial(self._replica.gradient, work, at=at, onto=onto, weigh=weigh, wide=wide)
+        return self._compute(compute, 0, 1 / work.pieces)
 
-        gradient: Gradient = self._compute(compute, 0, 1 / work.pieces)
-        return gradient
-
-    def _compute(self, compute: Callable[[], tuple[Any, ComputeResult]], steps: int, batches: float) -> Any:
+    def _compute(self, compute: Callable[[], tuple[T, ComputeResult]], steps: int, batches: float) -> T:
         start_s = self._clock.now_s()
         value, result = compute()
         if self._pause_s:

@@ -4,16 +4,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from atoll.core.errors import AtollError, ConfigError, ExchangeFailed
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines import liveness
 from atoll.engines.liveness import FailureAttribution, store_heartbeat
-from atoll.engines.processes.process_group import (
-    RankContext,
-    create_context,
-    init_process_group,
-    started_by_torchrun,
-    torchrun_world_size,
-)
+from atoll.engines.processes.rank import join_ranks
+from atoll.engines.processes.rank_context import RankContext, create_context
 from atoll.testing.processes import context_of
 
 
@@ -27,14 +22,9 @@ def place_and_groups(group, devices):
     return context.island, context.device, context.is_rank_zero, *heard
 
 
-def check(group, words):
-    """The error if not all ranks have the same text."""
+def differing(group, texts):
     context = context_of(group)
-    try:
-        context.check_equal("data", words[context.rank], "data")
-    except AtollError as error:
-        return error
-    return None
+    return context.differing_ranks("data", texts[context.rank])
 
 
 def wait_for_values(group):
@@ -48,7 +38,7 @@ def wait_for_values(group):
         except ExchangeFailed as failed:
             error = failed
         context.all_ranks.timeout_s = limit_s
-        context.set("now", "here I am")
+        context.store.set("now", "here I am")
     context.barrier()
     return error, context.get("now", of=0)
 
@@ -63,11 +53,9 @@ def test_ranks_belong_to_islands_in_order_and_are_grouped_with_their_counterpart
     assert four.run(place_and_groups, 1, size=3) == [(rank, 0, rank == 0, [0.0, 1.0, 2.0], None) for rank in range(3)]
 
 
-def test_ranks_that_differ_from_rank_0_are_named_on_all_ranks(four):
-    assert four.run(check, ["same"] * 3, size=3) == [None] * 3
-    for error in four.run(check, ["one", "other", "one", "third"]):
-        assert isinstance(error, ConfigError)
-        assert "ranks [1, 3] have data that differ from rank 0's" in str(error)
+def test_all_ranks_learn_which_ranks_have_another_text_than_rank_0(four):
+    assert four.run(differing, ["same"] * 3, size=3) == [[]] * 3
+    assert four.run(differing, ["one", "other", "one", "third"]) == [[1, 3]] * 4
 
 
 def test_a_value_that_is_never_set_is_waited_for_up_to_the_timeout(four):
@@ -89,21 +77,10 @@ def test_a_number_of_processes_that_the_devices_do_not_divide_is_refused(four):
     assert all("3 processes cannot be islands of 2 devices" in text for text in four.run(refused, size=3))
 
 
-def test_a_process_knows_whether_torchrun_started_it(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert not started_by_torchrun()
-    monkeypatch.setenv("RANK", "1")
-    assert not started_by_torchrun()
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert started_by_torchrun()
-    assert torchrun_world_size() == 3
-
-
 def test_one_process_is_a_group_of_its_own(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    store, rank, size = init_process_group(30.0)
+    store, rank, size = join_ranks(30.0)
     context = create_context(store, rank, size)
     assert (context.rank, context.size, context.is_rank_zero) == (0, 1, True)
     context.barrier()
@@ -120,7 +97,7 @@ class Group:
 @pytest.fixture
 def contexts():
     store = HashStore()
-    both = [RankContext(rank, 2, 0, 1, store, Group(), Group(), None, store_heartbeat(store, rank)) for rank in (0, 1)]
+    both = [RankContext(rank, 2, 1, store, Group(), Group(), None, store_heartbeat(store, rank)) for rank in (0, 1)]
     yield both
     for context in both:
         context.heartbeat.close()
@@ -139,5 +116,5 @@ def test_a_rank_that_recorded_an_exit_reason_is_not_waited_for(contexts):
 
 
 def test_a_value_in_the_store_is_read_at_once(contexts):
-    contexts[1].set("a", "b")
+    contexts[1].store.set("a", "b")
     assert contexts[0].get("a", of=1) == "b"
