@@ -2,18 +2,18 @@
 
 import os
 import socket
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import pytest
 import torch.distributed as dist
 
-from atoll.testing.processes import processes
+from atoll.testing.processes import ProcessPool
 
 
 @pytest.fixture(scope="session")
 def two(_importable):
-    with processes(2) as pool:
+    with closing(ProcessPool(2)) as pool:
         yield pool
 
 

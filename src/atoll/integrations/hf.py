@@ -9,8 +9,8 @@
 
     trainer.save_model()
 
-If training raises, `with callback` tells the other islands at once; without it they notice when the process ends. After training
-the model holds the agreed weights. Checkpoints during training hold this island's own weights, to resume from.
+If training raises, `with callback` makes the island leave at once; without it the others notice when the process ends. After
+training the model holds the agreed weights. Checkpoints during training hold this island's own weights, to resume from.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.optional_imports import require
 from atoll.core.protocols import Algorithm
 from atoll.core.serialization import replacing
-from atoll.integrations.trainer_context import TrainerContext
+from atoll.integrations.trainer_context import TrainerIslands
 from atoll.integrations.trainer_context import alone as alone
-from atoll.loop.islands import Islands
 
 _Callback: Any = require("transformers.trainer_callback", extra="hf", purpose="Hugging Face's callbacks").TrainerCallback
 
@@ -35,18 +34,17 @@ FILE = "islands.pt"
 """In each checkpoint's folder."""
 
 
-class HuggingFaceIslands(_Callback):  # type: ignore[misc]
+class HuggingFaceIslands(TrainerIslands, _Callback):  # type: ignore[misc]
     """Counts the steps of the Trainer's optimizer. Gradient accumulation and mixed precision are supported.
 
     Every checkpoint contains its state. A resumed training loads it from the folder `resume`, or from the Trainer's own folder.
 
     Args:
-        algorithm: one that counts the steps of an optimizer, such as DiLoCo.
-        limit_s: as in `atoll.islands`.
-        finish: as in `atoll.islands`.
-        examples: as in `atoll.islands`.
+        algorithm: one that counts the steps of an optimizer, such as DiLoCo. `atoll.islands` documents the other arguments.
         resume: folder of the checkpoint, if it is not in the Trainer's output folder.
     """
+
+    trainer = "Trainer"
 
     def __init__(
         self,
@@ -57,19 +55,14 @@ class HuggingFaceIslands(_Callback):  # type: ignore[misc]
         examples: int | None = None,
         resume: str | Path | None = None,
     ) -> None:
-        self._context = TrainerContext("Trainer", algorithm, limit_s=limit_s, finish=finish, examples=examples)
+        super().__init__(algorithm, limit_s=limit_s, finish=finish, examples=examples)
         self._resume = resume
-
-    @property
-    def islands(self) -> Islands | None:
-        """The object that `atoll.islands` returns; None before training."""
-        return self._context.islands
 
     def __enter__(self) -> HuggingFaceIslands:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._context.close(error)
+        self._close(error)
 
     # Trainer passes more keyword arguments than these, and more with each version.
 
@@ -82,16 +75,16 @@ class HuggingFaceIslands(_Callback):  # type: ignore[misc]
         if state.global_step > 0:
             given = self._resume or args.resume_from_checkpoint
             folder = Path(given) if isinstance(given, str | Path) else Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            self._context.load(_read(folder))
-        self._context.open(model, optimizer, max(args.world_size, args.n_gpu))
+            self._loaded = _read(folder)
+        self._open(model, optimizer, max(args.world_size, args.n_gpu))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         with replacing(folder / FILE, CheckpointError) as file:
-            torch.save(self._context.state_dict(), file)
+            torch.save(self._state(), file)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._context.close()
+        self._close()
 
 
 def _read(folder: Path) -> Any:

@@ -10,42 +10,24 @@ island's own weights, to resume from; after `fit`, `trainer.save_checkpoint` sav
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
-from atoll.core.protocols import Algorithm
-from atoll.integrations.trainer_context import TrainerContext
+from atoll.integrations.trainer_context import TrainerIslands
 from atoll.integrations.trainer_context import alone as alone
-from atoll.loop.islands import Islands
 
 _Callback: Any = require("lightning.pytorch", extra="lightning", purpose="Lightning's callbacks").Callback
 
 
-class LightningIslands(_Callback):  # type: ignore[misc]
+class LightningIslands(TrainerIslands, _Callback):  # type: ignore[misc]
     """Counts the steps of the module's one optimizer. Gradient accumulation and AMP are supported.
 
-    Args:
-        algorithm: one that counts the steps of an optimizer, such as DiLoCo.
-        limit_s: as in `atoll.islands`.
-        finish: as in `atoll.islands`.
-        examples: as in `atoll.islands`.
+    Its arguments are an algorithm that counts the steps of an optimizer, such as DiLoCo, and `limit_s`, `finish` and `examples` of
+    `atoll.islands`.
     """
 
-    def __init__(
-        self,
-        algorithm: Algorithm[Any],
-        *,
-        limit_s: float | None = None,
-        finish: Literal["together", "alone"] = "together",
-        examples: int | None = None,
-    ) -> None:
-        self._context = TrainerContext("Lightning", algorithm, limit_s=limit_s, finish=finish, examples=examples)
-
-    @property
-    def islands(self) -> Islands | None:
-        """The object that `atoll.islands` returns; None before training."""
-        return self._context.islands
+    trainer = "Lightning"
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if len(trainer.optimizers) != 1:
@@ -53,20 +35,20 @@ class LightningIslands(_Callback):  # type: ignore[misc]
                 f"the module has {len(trainer.optimizers)} optimizers, and islands count the steps of one. Configure one, or use "
                 f"atoll.islands in your own loop with the optimizer that steps last."
             )
-        self._context.open(pl_module, trainer.optimizers[0], trainer.world_size)
+        self._open(pl_module, trainer.optimizers[0], trainer.world_size)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._context.close()
+        self._close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._context.close(exception)
+        self._close(exception)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._context.state_dict()
+        return self._state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict:
-            self._context.load(state_dict)
+            self._loaded = state_dict
 
 
 IslandsCallback = LightningIslands

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,9 @@ from torch import nn
 
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm
-from atoll.loop.islands import Islands, islands
-from atoll.loop.optimizer import unwrap_optimizer
-from atoll.loop.process_groups import RankAndSize, hide_torchrun
+from atoll.loop.context_manager import Islands, islands
+from atoll.loop.rule_optimizer import unwrap_optimizer
+from atoll.loop.topology import RankAndSize, hide_torchrun
 
 
 def alone() -> RankAndSize:
@@ -48,42 +48,52 @@ def _one_gpu(environment: Mapping[str, str], count: int, local_rank: int) -> str
     return visible[local_rank % len(visible)]
 
 
-class TrainerContext:
-    """A block that a trainer's callback opens and closes. `trainer` names it in errors; `arguments` go to `atoll.islands`."""
+class TrainerIslands:
+    """What the callbacks of both trainers inherit: a block of `atoll.islands`, open from the begin of training to its end or an
+    error in it. `atoll.islands` documents the arguments."""
 
-    def __init__(self, trainer: str, algorithm: Algorithm[Any], **arguments: Any) -> None:
+    trainer: str
+    """How errors name it."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm[Any],
+        *,
+        limit_s: float | None = None,
+        finish: Literal["together", "alone"] = "together",
+        examples: int | None = None,
+    ) -> None:
         if hasattr(algorithm, "optimizer"):
             name = type(algorithm).__name__
-            raise ConfigError(f"{name} steps by itself, but {trainer} has an optimizer. Use DiLoCo, or {name} in your own loop.")
-        self._trainer, self._algorithm, self._arguments = trainer, algorithm, arguments
+            raise ConfigError(
+                f"{name} steps by itself, but {self.trainer} has an optimizer. Use DiLoCo, or {name} in your own loop."
+            )
+        self._algorithm, self._arguments = algorithm, {"limit_s": limit_s, "finish": finish, "examples": examples}
         self._loaded: Mapping[str, Any] | None = None
-        self.islands: Islands | None = None
+        """The state to resume from when the block opens."""
         self._is_open = False
+        self.islands: Islands | None = None
+        """The object that `atoll.islands` returns; None before training."""
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Resume from this state when the block opens."""
-        self._loaded = state
-
-    def open(self, model: nn.Module, optimizer: torch.optim.Optimizer, processes: int) -> None:
+    def _open(self, model: nn.Module, optimizer: torch.optim.Optimizer, processes: int) -> None:
         if processes > 1:
             raise ConfigError(
-                f"{self._trainer} trains data-parallel in {processes} processes. Call alone() first and give it one device: each "
+                f"{self.trainer} trains data-parallel in {processes} processes. Call alone() first and give it one device: each "
                 f"process is then an island."
             )
-        self.close(ConfigError("training was restarted before it had ended"))
-        self.islands = islands(model, unwrap_optimizer(optimizer), self._algorithm, **self._arguments)
+        self._close(ConfigError("training was restarted before it had ended"))
+        self.islands = islands(model, unwrap_optimizer(optimizer), self._algorithm, **self._arguments)  # type: ignore[arg-type]
         if self._loaded is not None:
             self.islands.load_state_dict(self._loaded)
             self._loaded = None
         self.islands.__enter__()
         self._is_open = True
 
-    def close(self, error: BaseException | None = None) -> None:
-        """After training, or after an error in it."""
+    def _close(self, error: BaseException | None = None) -> None:
         if self._is_open and self.islands is not None:
             self._is_open = False
             self.islands.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """For a checkpoint; empty outside of training."""
         return self.islands.state_dict() if self._is_open and self.islands is not None else {}

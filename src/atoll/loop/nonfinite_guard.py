@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree
-from atoll.core.pytree import leaves
+from atoll.core.nested_trees import leaves
 from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import Request

@@ -11,7 +11,6 @@ from atoll.core.layout import shard_range
 from atoll.core.protocols import Gradient, Weigh, Work
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread, Request
-from atoll.engines.processes.island_role import gather_slices
 from atoll.replica.flat_parameters import ModuleWeights
 
 SteppedBy = Literal["user", "algorithm"]
@@ -37,12 +36,12 @@ class WeightSlice:
         whole = self._module.read()
         mine = whole.slice(*self._range).copy()
         whole.release()
-        return Tree(self.layout, mine.flat)
+        return mine
 
     def write(self, params: Tree) -> None:
         layout = self._module.layout
         mine = Tree(self.layout, params.flat.to(layout.dtype))
-        whole = gather_slices(self._thread, self._intra_island, mine, layout)
+        whole = self._thread.call(lambda: self._intra_island.gather_slices(mine, layout))
         self._module.write(whole)
         whole.release()
 

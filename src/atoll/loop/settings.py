@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll.core.config.type_checks import check_type, check_types
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, HoldsWeights
-from atoll.engines.processes.island_role import check_sliceable
-from atoll.loop.optimizer import unwrap_optimizer
+from atoll.engines.processes.intra_island import check_sliceable
 from atoll.loop.replica import SteppedBy
+from atoll.loop.rule_optimizer import unwrap_optimizer
 from atoll.replica.flat_parameters import ModuleWeights
 
 

@@ -21,7 +21,7 @@ from atoll.engines.liveness import ExchangeTimeout, FailureAttribution
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
-from atoll.engines.processes.transport import Group
+from atoll.engines.processes.point_to_point import Group
 from atoll.engines.round_record import ExchangeRecord
 from atoll.loop.nonfinite_guard import NonFiniteGuard
 from atoll.loop.replica import LoopReplica
@@ -34,11 +34,10 @@ _MESSAGE_NUMBERS = 2
 
 
 class UnevenCollectives(GroupCollectives):
-    """The collectives of all islands, which may leave.
+    """The collectives of all islands, which may leave. The group has one process of each.
 
     Args:
-        group: one process of each island.
-        ranks: its members by their rank in the store.
+        ranks: the group's members by their rank in the store.
         store: holds records of islands that left by an exception; None if there is one island.
         finish_together: exhausted islands stay until all islands are exhausted; otherwise each leaves by itself.
         needs_all: the reason why no island may fail; empty if the others can continue without it.

@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.core.errors import ConfigError, ExchangeFailed
-from atoll.engines.liveness import FailureAttribution
+from atoll.engines.liveness import ExchangeTimeout, FailureAttribution
 from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.process_group import new_group
-from atoll.engines.processes.transport import Group
+from atoll.engines.processes.point_to_point import Group
+from atoll.engines.processes.rank_context import new_group
 from atoll.loop.settings import LoopSettings
 from atoll.loop.uneven_inputs import UnevenCollectives
 
@@ -37,7 +37,6 @@ _TORCHRUN = {
 }
 """Variables that torchrun sets in every process, besides those that begin with TORCHELASTIC_."""
 _HIDDEN = "ATOLL_HIDDEN_"
-_HANDSHAKE_TIMEOUT_S = 600.0
 
 
 class RankAndSize(NamedTuple):
@@ -138,31 +137,27 @@ class GridPosition(NamedTuple):
     device: int = 0
     devices: int = 1
 
+    def __str__(self) -> str:
+        return f"device {self.device} of {self.devices} in island {self.island} of {self.islands}"
+
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's position, and its collectives.
-
-    Attributes:
-        inter_island: with the same device of all islands.
-        intra_island: with the devices of this island; None if it has one.
-        groups: process groups that were created for these collectives.
-    """
+    """This process's position, and its collectives."""
 
     position: GridPosition
-    inter_island: UnevenCollectives
-    intra_island: GroupCollectives | None = None
-    groups: tuple[Group, ...] = ()
+    inter_island: UnevenCollectives  # with the same device of all islands
+    intra_island: GroupCollectives | None = None  # with the devices of this island; None if it has one
+    groups: tuple[dist.ProcessGroup, ...] = ()  # those that torch.distributed knows
 
     def close(self) -> None:
         for group in self.groups:
-            if isinstance(group, dist.ProcessGroup):
-                dist.destroy_process_group(group)
+            dist.destroy_process_group(group)
 
 
 def find_topology(settings: LoopSettings) -> Topology:
     """Creates the process groups of the islands. All processes call it together."""
-    timeout_s = _HANDSHAKE_TIMEOUT_S if settings.limit_s is None else settings.limit_s
+    timeout_s = ExchangeTimeout(settings.limit_s).timeout_s
     try:
         return (_hidden_topology if _HIDDEN + "RANK" in os.environ else _visible_topology)(settings, timeout_s)
     except RuntimeError as error:
@@ -206,7 +201,7 @@ def _hidden_topology(settings: LoopSettings, timeout_s: float) -> Topology:
     store = PrefixStore(f"atoll/block{shared_store.add(f'atoll/blocks/{rank}', 1)}", shared_store)
     group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     inter_island = _uneven_collectives(settings, timeout_s, group, range(size), store)
-    return Topology(GridPosition(rank, size), inter_island, groups=(group,))
+    return Topology(GridPosition(rank, size), inter_island)
 
 
 def _single_process(settings: LoopSettings) -> Topology:
@@ -217,12 +212,11 @@ def _single_process(settings: LoopSettings) -> Topology:
 def _uneven_collectives(
     settings: LoopSettings, timeout_s: float, group: Group, ranks: Sequence[int], store: Store | None, devices: int = 1
 ) -> UnevenCollectives:
-    needs_all = ""
+    needs_all, together = "", settings.finish == "together"
     if settings.sharded:
         needs_all = "its slice of the optimizer's state is lost"
     elif devices > 1:
         needs_all = "with several devices per island the others cannot tell whether all of its devices left"
-    together = settings.finish == "together"
     return UnevenCollectives(group, ranks, store, timeout_s=timeout_s, finish_together=together, needs_all=needs_all)
 
 

@@ -10,6 +10,7 @@ import atexit
 import hashlib
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -18,18 +19,17 @@ import torch
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree, free_buffer_pool
 from atoll.core.layout import Layout
+from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Owner, Work, fields_owned
-from atoll.core.pytree import recycle
 from atoll.core.serialization import Packed, pack, unpack
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.communication_thread import CommunicationThread, Request
-from atoll.engines.replicated_state import borrowed, owned
+from atoll.engines.state_ownership import borrowed, owned
 from atoll.loop.nonfinite_guard import NonFiniteGuard
-from atoll.loop.optimizer import IslandsOptimizer
-from atoll.loop.process_groups import GridPosition, Topology, find_topology, log_info
 from atoll.loop.replica import LoopReplica, UserStep, WeightSlice
+from atoll.loop.rule_optimizer import IslandsOptimizer
 from atoll.loop.settings import LoopSettings
+from atoll.loop.topology import GridPosition, find_topology, log_info
 from atoll.loop.uneven_inputs import UnevenPeers
 from atoll.replica.flat_parameters import ModuleWeights
 from atoll.replica.master_weights import check_exchange_dtype
@@ -40,21 +40,14 @@ _VERSION = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LoopCheckpoint:
-    """What one process needs to resume, besides the user's model and optimizer.
-
-    Attributes:
-        steps: of the user, in all rounds.
-        steps_in_round: steps since the last completed round.
-        module_digest: of the module's weights in the middle of a round; empty where the State has the weights.
-        packed: the algorithm's State after the last completed round.
-    """
+    """What one process needs to resume, besides the user's model and optimizer."""
 
     rounds: int
-    steps: int
-    steps_in_round: int
+    steps: int  # of the user, in all rounds
+    steps_in_round: int  # since the last completed round
     position: GridPosition
-    module_digest: str
-    packed: Packed
+    module_digest: str  # of the weights in the middle of a round; empty where the State has the weights
+    packed: Packed  # the algorithm's State after the last completed round
 
     def to_dict(self) -> dict[str, Any]:
         fields = {name: value for name, value in vars(self).items() if name != "packed"}
@@ -86,8 +79,8 @@ class LoopCheckpoint:
         sliced = position.devices > 1 or bool(fields_owned(like, Owner.SHARDED))
         if (sliced and position != self.position) or position.devices != self.position.devices:
             raise CheckpointError(
-                f"this state holds a slice, saved by {_described(self.position)}. This process is {_described(position)}. Load "
-                f"into each process the state that it saved, with the same number of processes."
+                f"this state holds a slice, saved by {self.position}. This process is {position}. Load into each process the state "
+                f"that it saved, with the same number of processes."
             )
         try:
             return unpack(self.packed, like)
@@ -96,10 +89,6 @@ class LoopCheckpoint:
             raise CheckpointError(
                 f"this state was saved with another model or another algorithm ({difference}). Use those, or start without it."
             ) from error
-
-
-def _described(position: GridPosition) -> str:
-    return f"device {position.device} of {position.devices} in island {position.island} of {position.islands}"
 
 
 _LEAVE_MESSAGE_S = 1.0
@@ -143,7 +132,7 @@ class LoopContext:
         """Completed rounds that changed the weights."""
         self._log_limit()
         try:
-            handshake(settings, checkpoint, self.topology, self._module, self._weights, self._thread)
+            self._handshake(checkpoint)
             self._start(checkpoint)
         except BaseException:
             self.abandon()
@@ -156,8 +145,37 @@ class LoopContext:
 
     def load(self, checkpoint: LoopCheckpoint) -> None:
         """Resume from a checkpoint with the weights that the module holds now. All islands call it together."""
-        check_same_round(checkpoint, self.topology, self._thread)
+        _check_rounds(self._thread.call(lambda: self._collectives.all_gather_on_entry(True, checkpoint.rounds)))
         self._start(checkpoint)
+
+    def _handshake(self, checkpoint: LoopCheckpoint | None) -> None:
+        """Compares settings, model and checkpoint. Without a checkpoint all islands then load island 0's weights, if any differ."""
+        params, untrained = self._weights.read(), self._module.untrained_tensors()
+        comparable, position, fresh = self._settings.comparable, self.topology.position, checkpoint is None
+        trained = [(piece.name, piece.shape, piece.dtype) for piece in params.layout.pieces]
+        fixed = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in untrained] if fresh else ""
+        mine = [_fingerprint(comparable), _fingerprint(f"{trained} {fixed}")]
+        mine += [not fresh, checkpoint.rounds if checkpoint else 0, _values_fingerprint(params, self._module) if fresh else 0]
+        rows = self._thread.call(lambda: self._collectives.all_gather_on_entry(*mine))
+        _check_rounds([row[2:4] for row in rows])
+        _check_equal([row[0] for row in rows], "another algorithm or another finish", position, comparable)
+        _check_equal([row[1] for row in rows], "another model or other buffers", position, _summary(params.layout))
+        differ, intra_island = any(row[4] != rows[0][4] for row in rows), self.topology.intra_island
+        if intra_island is not None:  # one device that differs makes all devices of its island take part
+            differ = any(row[0] for row in self._thread.call(lambda: intra_island.all_gather_numbers(differ)))
+        if differ:
+            self._thread.call(lambda: self._collectives.broadcast(params.flat))
+            self._weights.write(params)
+            self._load_untrained()
+
+    @torch.no_grad()
+    def _load_untrained(self) -> None:
+        """Loads island 0's frozen weights and buffers."""
+        for _, tensor in self._module.untrained_tensors():
+            received = tensor.clone(memory_format=torch.contiguous_format)
+            self._thread.call(partial(self._collectives.broadcast, received.view(-1).view(torch.uint8)))
+            if not torch.equal(received, tensor):
+                tensor.copy_(received)
 
     def _start(self, checkpoint: LoopCheckpoint | None) -> None:
         params = self._weights.read().wide()
@@ -215,7 +233,7 @@ class LoopContext:
         value: Any = None
         try:
             while not isinstance(request := self._round.send(value), UserStep):
-                value = request.call() if request.waits else self._thread.call(request.call)
+                value = self._thread.fulfil(request)
         except StopIteration as end:
             self._round = None
             self._guard.check_state(end.value)
@@ -293,58 +311,13 @@ class LoopContext:
             posted.set()
 
 
-def handshake(
-    settings: LoopSettings,
-    checkpoint: LoopCheckpoint | None,
-    topology: Topology,
-    module: ModuleWeights,
-    weights: ModuleWeights | WeightSlice,
-    thread: CommunicationThread,
-) -> None:
-    """Compares settings, model and checkpoint. Without a checkpoint every island then loads island 0's weights, if any differ.
-
-    `weights` is the part of the module's weights that this process exchanges.
-    """
-    params, inter_island, fresh = weights.read(), topology.inter_island, checkpoint is None
-    trained = [(piece.name, piece.shape, piece.dtype) for piece in params.layout.pieces]
-    fixed = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in module.untrained_tensors()] if fresh else ""
-    mine = [_fingerprint(settings.comparable), _fingerprint(f"{trained} {fixed}")]
-    mine += [not fresh, checkpoint.rounds if checkpoint else 0, _values_fingerprint(params, module) if fresh else 0]
-    rows = thread.call(lambda: inter_island.all_gather_on_entry(*mine))
-    _check_rounds([row[2:4] for row in rows])
-    island = topology.position.island
-    _check_equal([row[0] for row in rows], "another algorithm or another finish", f"Island {island} has {settings.comparable}")
-    _check_equal([row[1] for row in rows], "another model or other buffers", f"Island {island} has {_summary(params.layout)}")
-    differ = any(row[4] != rows[0][4] for row in rows)
-    if topology.intra_island is not None:  # one device that differs makes all devices of its island take part
-        intra_island = topology.intra_island
-        differ = any(row[0] for row in thread.call(lambda: intra_island.all_gather_numbers(differ)))
-    if differ:
-        thread.call(lambda: inter_island.broadcast(params.flat))
-        weights.write(params)
-        _load_others(module, inter_island, thread)
-
-
-def check_same_round(checkpoint: LoopCheckpoint, topology: Topology, thread: CommunicationThread) -> None:
-    """For a checkpoint that is loaded inside of the block."""
-    _check_rounds(thread.call(lambda: topology.inter_island.all_gather_on_entry(True, checkpoint.rounds)))
-
-
-def _load_others(module: ModuleWeights, inter_island: GroupCollectives, thread: CommunicationThread) -> None:
-    """Loads island 0's frozen weights and buffers."""
-    with torch.no_grad():
-        for _, tensor in module.untrained_tensors():
-            received = tensor.clone(memory_format=torch.contiguous_format)
-            data = received.view(-1).view(torch.uint8)
-            thread.call(lambda data=data: inter_island.broadcast(data))  # type: ignore[misc]
-            if not torch.equal(received, tensor):
-                tensor.copy_(received)
-
-
-def _check_equal(fingerprints: Sequence[float], what: str, here: str) -> None:
+def _check_equal(fingerprints: Sequence[float], what: str, position: GridPosition, here: str) -> None:
     others = [f"island {island}" for island, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
     if others:
-        raise ConfigError(f"{', '.join(others)} entered with {what} than island 0. {here}. Give the same on all islands.")
+        raise ConfigError(
+            f"{', '.join(others)} entered with {what} than island 0. Island {position.island} has {here}. Give the same on all "
+            f"islands."
+        )
 
 
 def _values_fingerprint(params: Tree, module: ModuleWeights) -> float:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import atoll
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError, ExchangeFailed
-from atoll.loop import process_groups
-from atoll.loop.process_groups import GridPosition, find_topology, log_info
+from atoll.loop import topology
 from atoll.loop.settings import LoopSettings
+from atoll.loop.topology import GridPosition, find_topology, log_info
 
 PRINTS = "import atoll, torch; print(*atoll.join(), torch.get_num_threads(), *atoll.join(threads=7), torch.get_num_threads())"
 
@@ -51,7 +51,7 @@ def test_join_uses_torchruns_variables_and_divides_the_cores():
 
 
 def test_a_chosen_number_of_threads_is_kept(monkeypatch):
-    monkeypatch.setattr(process_groups, "_cores", lambda: 4)
+    monkeypatch.setattr(topology, "_cores", lambda: 4)
     for name, value in {"RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
@@ -62,7 +62,7 @@ def test_a_chosen_number_of_threads_is_kept(monkeypatch):
             if chosen is not None:
                 monkeypatch.setenv("OMP_NUM_THREADS", chosen)
             torch.set_num_threads(threads)
-            process_groups._divide_cores()
+            topology._divide_cores()
             seen.append(torch.get_num_threads())
     finally:
         torch.set_num_threads(1)

@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm
-from atoll.loop.context import LoopCheckpoint, LoopContext
-from atoll.loop.optimizer import IslandsOptimizer, was_skipped
+from atoll.loop.rounds import LoopCheckpoint, LoopContext
+from atoll.loop.rule_optimizer import IslandsOptimizer, was_skipped
 from atoll.loop.settings import LoopSettings
 
 T = TypeVar("T", bound=Callable[..., None])

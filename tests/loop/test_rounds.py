@@ -17,7 +17,7 @@ import atoll
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
-from atoll.loop import context
+from atoll.loop import rounds
 from atoll.loop.uneven_inputs import UnevenCollectives
 from atoll.optim.sgd import SGD
 from atoll.replica.flat_parameters import ModuleWeights
@@ -50,7 +50,7 @@ def test_the_first_process_logs_the_timeout_on_entry_and_after_a_large_change(tw
 def test_an_ending_process_waits_for_its_leave_message_and_the_block_does_not(monkeypatch):
     at_exit, posted, may_post = [], [], Event()
     register = SimpleNamespace(register=lambda function, *arguments: at_exit.append(partial(function, *arguments)))
-    monkeypatch.setattr(context, "atexit", register)
+    monkeypatch.setattr(rounds, "atexit", register)
     monkeypatch.setattr(UnevenCollectives, "post_leave_message", lambda self: posted.append(may_post.wait(60)))
     model = nn.Linear(2, 1)
     with (
