@@ -27,11 +27,11 @@ def sets(*settings):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     from atoll.core.config.overrides import override
-    from atoll.engines import driver
+    from atoll.engines import run_driver
     from atoll.runs.run import candidates
 
     run = override(recipes.demo_diloco(), [*SMALL, "algorithm.inner_steps=3"], candidates)
-    return driver.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder
+    return run_driver.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder
 
 
 def test_help_comes_without_torch():
@@ -110,8 +110,9 @@ def test_a_model_can_be_named_by_its_preset(atoll):
     assert [json.loads(out)["model"][name] for name in ("layers", "width")] == [3, 64]
 
 
-def test_show_lists_the_presets_of_models(atoll, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_show_lists_the_presets_of_models_whatever_the_width_of_a_terminal(columns, atoll, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
     assert "GPT | MLP | Pretrained | tiny | m20 | m60 | m150 | m400 | small" in atoll("show", "demo-diloco")[1]
 
 
@@ -150,7 +151,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     """A real signal to a real process, which sends it to itself in its second round."""
     code = (
         "import os, signal, sys\n"
-        "from atoll.telemetry.console import ConsoleSink\n"
+        "from atoll.telemetry.console_progress import ConsoleSink\n"
         "plain = ConsoleSink.emit\n"
         "def emit(self, event):\n"
         "    if type(event).__name__ == 'RoundFinished':\n"
@@ -198,7 +199,7 @@ def test_a_run_that_everybody_left_before_the_first_arrival_is_reported(atoll, t
     settings = sets(*TINY, "train.steps=30", "train.warm_start_steps=0", f"cluster.outages=[{gone}]")
     code, _, err = atoll("run", "demo-async", *settings, "--out", tmp_path / "run")
     assert code == 2
-    assert "no worker is left and none will come back, after 0 of 120 local updates" in err
+    assert "no worker is left and none will return, after 0 of 120 local updates" in err
     assert "Start a new run" in err
     _, out, err = atoll("report", tmp_path / "run")
     assert "no update has arrived at the hub yet" in out
@@ -221,7 +222,7 @@ def test_the_account_of_a_real_asynchronous_run_adds_up(atoll, tmp_path):
         assert parts == pytest.approx(worker["present_s"])
         away_s = 25 - 15.3 if worker["island"] == 2 else 0.0
         assert worker["present_s"] == pytest.approx(summary["virtual_time_s"] - away_s)
-    assert read_progress(tmp_path / "run").utilisation == pytest.approx(summary["utilisation"])
+    assert read_progress(tmp_path / "run").utilisation() == pytest.approx(summary["utilisation"])
 
 
 def at_a_hub(rounds):
@@ -370,7 +371,7 @@ def test_a_run_that_was_not_begun_when_it_was_interrupted_is_not_said_to_go_on(a
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atoll.engines.driver.load_data", interrupted)
+    monkeypatch.setattr("atoll.engines.run_driver.load_data", interrupted)
     code, _, err = atoll("run", "demo-diloco", "--out", tmp_path / "run")
     assert (code, err) == (130, "interrupted before the run began.\n")
 

@@ -240,5 +240,5 @@ def test_faults_of_a_process_that_the_run_does_not_start_are_refused_before_ther
     script.write_text(json.dumps({"faults": [{"at_s": 1, "fault": "Kill", "victim": victim}]}))
     code, _, err = atoll("chaos", script, "toy-sync", "--processes", 2, "--out", tmp_path / "run")
     assert code == 2
-    assert f"the victims {victim}; the run starts lighthouse, island-0000, island-0001" in err
+    assert f"names {victim}; the run starts lighthouse, island-0000, island-0001" in err
     assert not (tmp_path / "run").exists()

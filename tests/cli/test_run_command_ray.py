@@ -1,4 +1,4 @@
-"""`atoll run --engine ray` as a user meets it: a real Ray, whose hub and workers are killed."""
+"""`atoll run --engine ray` on a real Ray, whose hub and workers are killed."""
 
 import json
 import os
@@ -60,9 +60,8 @@ SETS = [part for setting in SETTINGS for part in ("--set", setting)]
 STEPS, WORKERS = 120, 2
 FAULTS = FaultScript(
     faults=(
-        TimedFault(
-            at_s=0.0, fault=Freeze(victim="worker-0", for_s=1000.0)
-        ),  # so that there is something left to do when all are back
+        # A frozen worker computes nothing, so the run cannot end before the hub and the other worker are back.
+        TimedFault(at_s=0.0, fault=Freeze(victim="worker-0", for_s=1000.0)),
         TimedFault(at_s=0.0, fault=Kill(victim="worker-1")),
         TimedFault(at_s=1.0, fault=Kill(victim=HUB)),
     )
@@ -71,7 +70,7 @@ FAULTS = FaultScript(
 
 @contextmanager
 def started(*arguments, program=(sys.executable, "-m", "atoll"), says=subprocess.PIPE):
-    """The command, in a session of its own; it is gone afterwards, with all that it started. Errors go to `says`."""
+    """The command, in a session of its own; it and all processes that it started are killed at the end. Errors go to `says`."""
     process = subprocess.Popen(
         [*program, *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -82,11 +81,11 @@ def started(*arguments, program=(sys.executable, "-m", "atoll"), says=subprocess
     try:
         yield process
     finally:
-        everybody = family(process.pid)
+        processes = family(process.pid)
         if process.poll() is None:
             process.kill()
         process.communicate()
-        for one in everybody:
+        for one in processes:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
 
@@ -131,7 +130,8 @@ def events(folder, *kinds):
 
 
 def beginning(folder, *more):
-    """Arguments of a run that takes some seconds."""
+    """Arguments of a run of about 25 s. The delay is 0.3 s times `cluster.step_time_s` per step, on a machine of any speed, so an
+    interruption after a few rounds comes long before its end."""
     arguments = [
         "--set",
         f"train.steps={STEPS}",
@@ -140,7 +140,7 @@ def beginning(folder, *more):
         "--processes",
         WORKERS,
         "--set",
-        "engine.step_delay=0.02",
+        "engine.step_delay=0.3",
         "--set",
         "engine.devices=2",
     ]
@@ -187,7 +187,7 @@ def listening_of(process):
 
 
 class Interrupted(NamedTuple):
-    """A run that was broken and then interrupted: what it said, and what was seen of it."""
+    """A run whose hub and worker were killed, and that was then interrupted: its output, and what the test observed."""
 
     folder: Path
     code: int
@@ -200,7 +200,7 @@ class Interrupted(NamedTuple):
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
-    """A run on a Ray of its own, one of whose workers is killed, and then its hub. When all are back somebody presses Ctrl-C."""
+    """A run on a local Ray. The test kills a worker, then the hub, and sends SIGINT when both are replaced."""
     folder = tmp_path_factory.mktemp("ray") / "run"
     said = folder.parent / "said"
     with said.open("w") as says, started(*beginning(folder), says=says) as process:
@@ -212,24 +212,24 @@ def interrupted(tmp_path_factory):
         try:
             chaos.emit(next(event for event in events(folder, Arrived)))
             chaos.step(0.0, there)
-            until(lambda: '"IslandLeft", "island": 1' in text_of(folder), "the hub to hear of it", process)
+            until(lambda: '"IslandLeft", "island": 1' in text_of(folder), "the hub to remove the worker", process)
             chaos.step(1.0, ray_processes(folder))
             until(lambda: len(logged(folder, "hub", "worker 1, incarnation")) > 1, "another hub and another worker", process)
         finally:
             chaos.close()
         until(lambda: '"Arrived"' in text_of(folder).partition('"HubRestarted"')[2], "more updates", process)
-        for news in ("the hub replies again", "a new hub continues"):  # which come by two ways, in any order
-            until(lambda news=news: news in said.read_text(), f"whoever drives to hear that {news}", process)
-        everybody = family(process.pid)
+        for news in ("the hub replies again", "a new hub continues"):  # the client and an event report it, in any order
+            until(lambda news=news: news in said.read_text(), f"the driving process to log: {news}", process)
+        processes = family(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         code, *_ = end_of(process)
-        _, alive = psutil.wait_procs(everybody, timeout=20)
+        _, alive = psutil.wait_procs(processes, timeout=20)
     return Interrupted(folder, code, said.read_text(), listening, seen, alive, len(events(folder, Arrived)))
 
 
 @pytest.fixture(scope="module")
 def survived(interrupted, a_cluster):
-    """The same run, which goes on to its end on a cluster that exists, and is broken there by a script. And what it says then."""
+    """The same run, resumed to its end on an existing cluster with a fault script, without a noticeable delay; and its output."""
     folder = interrupted.folder
     script = folder.parent / "script.json"
     script.write_text(FaultScript(faults=(TimedFault(at_s=0.0, fault=Freeze(victim=HUB, for_s=0.2)),)).to_text())
@@ -266,7 +266,7 @@ def test_a_cluster_that_exists_is_used_with_its_token_and_left_as_it_was(survive
     assert listens(int(address.rpartition(":")[2]))
 
 
-def test_a_script_breaks_a_run_on_ray_and_what_became_of_it_is_told(survived):
+def test_a_fault_script_is_injected_on_ray_and_its_cost_is_reported(survived):
     folder, _, err = survived
     actions = [json.loads(line) for line in (folder / CHAOS_LOG).read_text().splitlines()]
     assert [action["injected"]["victim"] for action in actions if "injected" in action] == [HUB]
@@ -295,7 +295,7 @@ def test_with_hub_and_worker_killed_a_run_ends_with_its_local_updates_and_takes_
     assert "Traceback" not in err
 
 
-def test_what_died_is_in_the_log_and_was_said(interrupted, survived):
+def test_deaths_of_hub_and_worker_are_logged_and_printed(interrupted, survived):
     folder, err = survived[0], interrupted.err
     restarted = events(folder, HubRestarted)[0]
     assert restarted.checkpoint is not None
@@ -322,7 +322,7 @@ def test_the_log_has_one_clock_and_all_that_a_run_reports(survived):
     assert (last.local_updates, last.loss) == (STEPS * WORKERS, found[-1].val_loss)
 
 
-def test_nothing_listens_on_another_interface_and_the_token_is_its_owners(interrupted):
+def test_a_local_ray_listens_on_the_loopback_alone_and_only_its_owner_reads_the_token(interrupted):
     assert {"raylet", "gcs_server"} <= {name for name, _ in interrupted.listening}
     assert {ip for _, ip in interrupted.listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     assert interrupted.token == (0o600, 64)

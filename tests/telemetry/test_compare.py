@@ -14,7 +14,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import MEMORY_KINDS, MemoryCounted
 from atoll.telemetry import Summary, comparison, markdown, read_summary, sentence, table
 from atoll.telemetry.compare import ComparedRun, Comparison
-from atoll.telemetry.overlap import OverlapSummary
+from atoll.telemetry.sync_summary import OverlapSummary
 
 
 @pytest.fixture

@@ -160,8 +160,8 @@ def test_a_simulated_run_keeps_its_virtual_time_whatever_its_process_took(simula
 
 def test_the_progress_of_an_unfinished_real_run_has_its_wall_time(tmp_path) -> None:
     progress = read_progress(write(tmp_path / "run", measured(2, finished=False)))
-    assert (progress.virtual_time_s, progress.wall_time_s) == (None, 1.96)
-    assert progress.utilisation == pytest.approx((0.5 + 0.7) / 1.96)
+    assert (progress.round.virtual_time_s, progress.round.wall_time_s) == (None, 1.96)
+    assert progress.utilisation() == pytest.approx((0.5 + 0.7) / 1.96)
 
 
 def test_the_parts_of_measured_time_add_up_and_no_second_counts_twice(real) -> None:
@@ -187,7 +187,7 @@ def test_a_log_reads_the_same_on_either_clock(tmp_path, script, async_script) ->
         wall = write(tmp_path / name / "processes", on_real_machines(made.events()))
         assert read_overlap(virtual) == read_overlap(wall)
         assert read_asynchrony(virtual) == read_asynchrony(wall)
-        assert read_progress(virtual).utilisation == read_progress(wall).utilisation
+        assert read_progress(virtual).utilisation() == read_progress(wall).utilisation()
         assert [spans(folder) for folder in (virtual, wall)] == [spans(virtual)] * 2
         assert (read_clock(virtual), read_clock(wall)) == ("virtual", "wall")
 

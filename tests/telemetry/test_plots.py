@@ -245,13 +245,12 @@ def test_the_panels_show_the_last_rounds_and_the_whole_run(acco) -> None:
 def test_the_last_rounds_are_those_and_no_others(acco) -> None:
     done, _ = acco
     boundary_s = done.of(RoundFinished)[-3].virtual_time_s
-    timelines = last_rounds(done.events, rounds=2)
-    assert set(timelines) == {0, 1, 2}
-    assert len(timelines[0].computing) == 4  # two halves in each of two rounds
-    assert timelines[0].background
-    assert not timelines[0].communicating
-    slowest = timelines[2].computing
-    assert min(start for start, _ in slowest) == pytest.approx(boundary_s)
+    spans = last_rounds(done.events, rounds=2)
+    assert {island for island, *_ in spans} == {0, 1, 2}
+    first = [what for island, what, _ in spans if island == 0]
+    assert set(first) == {"computing", "exchange in the background"}
+    assert first.count("computing") == 4  # two halves in each of two rounds
+    assert min(start for island, what, (start, _) in spans if (island, what) == (2, "computing")) == pytest.approx(boundary_s)
 
 
 def test_a_run_that_has_just_begun_is_drawn_as_far_as_it_is(acco, tmp_path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from atoll.telemetry import read_asynchrony
 from atoll.telemetry.async_summary import AsynchronySummary, CountDistribution
 from atoll.telemetry.report import ASYNCHRONY, MEMORY, PARTICIPATION, histogram, render, section_lines
-from atoll.telemetry.summary import IslandMemory, MemorySummary, ParticipationSummary
+from atoll.telemetry.summary import MemorySummary, ParticipationSummary
 
 
 def printed(summary: AsynchronySummary) -> list[str]:
@@ -60,7 +60,7 @@ def test_the_memory_line_has_the_largest_island_and_the_formula() -> None:
         "optimizer_bytes": 6000,
         "copies_bytes": 0,
     }
-    islands = tuple(IslandMemory(island=island, **kinds, peak_bytes=peak) for island, peak in ((0, 10_000), (1, 8010)))
+    islands = tuple({"island": island, **kinds, "peak_bytes": peak} for island, peak in ((0, 10_000), (1, 8010)))
     (line,) = section_lines(MEMORY, MemorySummary(islands=islands, formula="2+2+12/2", formula_bytes=10_000))
     assert "10.0 kB per island at most: parameters 2.00 kB, gradients 2.00 kB, optimizer 6.00 kB" in line
     assert line.endswith("2+2+12/2 bytes per parameter, 10.0 kB")

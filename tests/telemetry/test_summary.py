@@ -84,7 +84,7 @@ def test_a_run_killed_before_its_first_round_has_no_finished_round(tmp_path) -> 
     with pytest.raises(AtollError, match=r"demo-ddp\) is not finished: no round is finished.*--resume"):
         read_summary(tmp_path)
     progress = read_progress(tmp_path)
-    assert (progress.recipe, progress.round, progress.steps, progress.finished) == ("demo-ddp", None, 0, False)
+    assert (progress.round, progress.position, progress.finished) == (None, "step 0", None)
 
 
 def test_a_log_cut_in_its_last_line_is_an_unfinished_run(tmp_path, script) -> None:
@@ -98,13 +98,13 @@ def test_a_log_cut_in_its_last_line_is_an_unfinished_run(tmp_path, script) -> No
 def test_progress_agrees_with_the_summary_of_a_finished_run(tmp_path, script) -> None:
     folder = script(islands=3).write(tmp_path / "run")
     progress, summary = read_progress(folder), read_summary(folder)
-    assert progress.finished
-    for key in ("recipe", "tokens", "steps", "virtual_time_s"):
-        assert getattr(progress, key) == getattr(summary, key), key
-    assert progress.round == summary.rounds
-    assert progress.steps_total == summary.steps
-    assert progress.val_loss == pytest.approx(summary.val_loss)
-    assert progress.utilisation == pytest.approx(summary.utilisation)
+    assert progress.started.recipe == summary.recipe
+    for key in ("tokens", "steps", "virtual_time_s"):
+        assert getattr(progress.round, key) == getattr(progress.finished, key) == getattr(summary, key), key
+    assert progress.round.round == summary.rounds
+    assert progress.position == f"step {summary.steps} of {summary.steps}"
+    assert progress.evaluation.loss == pytest.approx(summary.val_loss)
+    assert progress.utilisation() == pytest.approx(summary.utilisation)
 
 
 def test_the_error_names_a_folder_that_is_no_run(tmp_path) -> None:
@@ -184,8 +184,8 @@ def test_each_island_counts_with_its_largest_round(tmp_path):
     counts = [counted(1, 0, 10), counted(0, 0, 1000), counted(0, 1, 2000), counted(0, 2, 500)]
     (tmp_path / "events.jsonl").write_text("".join(count.to_json() + "\n" for count in counts))
     summary = read_memory(tmp_path)
-    assert [(island.island, island.peak_bytes) for island in summary.islands] == [(0, 10000), (1, 8010)]
-    assert summary.largest.island == 0
+    assert [(island["island"], island["peak_bytes"]) for island in summary.islands] == [(0, 10000), (1, 8010)]
+    assert summary.largest["island"] == 0
     assert summary.to_dict()["islands"][0]["gradients_bytes"] == 2000
 
 

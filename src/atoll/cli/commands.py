@@ -4,41 +4,43 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from inspect import getdoc
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rich
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBars
 from rich.table import Table
 
 from atoll import recipes
 from atoll.cli.recipe_settings import PRESETS, EngineSettings, check_imported, run_of, spec_with
 from atoll.core.config.json_records import to_json
-from atoll.core.config.settings import describe
-from atoll.core.events import Progress
+from atoll.core.config.setting_paths import describe
 from atoll.engines.spec import spec_named
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import candidates
 from atoll.telemetry import compare as comparing
-from atoll.telemetry.console import ConsoleSink
+from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.plots import write_plots
-from atoll.telemetry.progress import read_progress
 from atoll.telemetry.report import report_sections
+from atoll.telemetry.run_progress import read_progress
 from atoll.telemetry.summary import read_summary
 from atoll.telemetry.trace import write_trace
+from atoll.telemetry.units import human_bytes
+
+if TYPE_CHECKING:
+    from atoll.data.prepare import Preparation
 
 
 def list_recipes() -> None:
     table = Table("recipe", "what it does", box=None, header_style="bold")
     for name, make in recipes.ALL.items():
         table.add_row(name, (getdoc(make) or "").splitlines()[0])
-    rich.print(table)
+    _print_table(table)
 
 
 def show_recipe(name: str, settings: Sequence[str], seed: int | None, engine: str | None, *, as_json: bool) -> None:
@@ -54,7 +56,12 @@ def show_recipe(name: str, settings: Sequence[str], seed: int | None, engine: st
     table.add_column("type", overflow="fold", style="dim")
     for setting in [*describe(run, candidates, PRESETS), *(describe(EngineSettings(spec)) if engine else ())]:
         table.add_row(setting.path, escape(setting.text), escape(setting.kind))
-    rich.print(table)
+    _print_table(table)
+
+
+def _print_table(table: Table) -> None:
+    """Folds cells to the width of a terminal. A pipe or a file has no width, so lines stay whole there."""
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
 
 
 def report_run(folder: Path, *, as_json: bool) -> None:
@@ -63,10 +70,10 @@ def report_run(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(read_summary(folder).to_json())
         return
-    if progress.finished:
+    if progress.finished is not None:
         rich.print(comparing.table(comparing.comparison([folder])))
     else:
-        print(f"not finished: step {progress.steps} of {progress.steps_total}. Resume: atoll run --resume {folder}")
+        print(f"not finished: {progress.position}. Resume: atoll run --resume {folder}")
     for section in report_sections(folder):
         rich.print(section)
     for number, path in enumerate(write_plots(folder)):
@@ -78,9 +85,7 @@ def generate_text(folder: Path, prompt: str, tokens: int, temperature: float, to
     from atoll.runs.generate import generate
 
     check_imported(folder)
-    for piece in generate(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed):
-        print(piece, end="", flush=True)
-    print()
+    print(generate(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))
 
 
 def export_model(folder: Path, out: Path) -> None:
@@ -94,26 +99,10 @@ def export_model(folder: Path, out: Path) -> None:
     print(f"{place}\nload it with: {loader}({str(place)!r})")
 
 
-def prepare_data(
-    corpus: str,
-    out: Path,
-    tokenizer: str,
-    validation_fraction: float,
-    validation_corpus: str | None,
-    limit_bytes: int | None,
-    *,
-    quiet: bool,
-) -> None:
-    from atoll.data.prepare import Preparation, find_prepared, prepare
+def prepare_data(preparation: Preparation, out: Path, *, quiet: bool) -> None:
+    from atoll.data.prepare import find_prepared, prepare
 
     out = out.expanduser()
-    preparation = Preparation(
-        corpus=corpus,
-        tokenizer=tokenizer,
-        limit_bytes=limit_bytes,
-        validation_fraction=validation_fraction,
-        validation_corpus=validation_corpus,
-    )
     prepared = find_prepared(preparation, out)
     if prepared is not None:
         print(
@@ -122,32 +111,14 @@ def prepare_data(
             file=sys.stderr,
         )
     else:
-        with _progress_bars(quiet=quiet) as progress:
-            prepared = prepare(preparation, out, progress)
+        with ConsoleSink("prepare", quiet) as sink:
+            prepared = prepare(preparation, out, lambda event: sink.emit(replace(event, note=human_bytes(event.done))))
     print(f"{prepared}\nuse it with: --set data.corpus=prepared:{out}")
-
-
-@contextmanager
-def _progress_bars(*, quiet: bool) -> Iterator[Callable[[Progress], None]]:
-    """Shows the progress of `atoll.data.prepare` on standard error, one bar per phase."""
-    if quiet:
-        yield lambda progress: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with ProgressBars(*columns, console=Console(stderr=True)) as bars:
-        tasks = {}
-
-        def show(progress: Progress) -> None:
-            if progress.phase not in tasks:
-                tasks[progress.phase] = bars.add_task(progress.phase, total=None)
-            bars.update(tasks[progress.phase], completed=progress.done, total=progress.total or None)
-
-        yield show
 
 
 def replay_folder(folder: Path, *, as_json: bool, quiet: bool) -> None:
     """Replay a run and show how far its weights differ; exit code 1 if they differ by more than the tolerance."""
-    from atoll.engines.simulator.replay import replay_run
+    from atoll.engines.simulator.log_replay import replay_run
 
     check_imported(folder)
     with ConsoleSink(f"replay {folder}", quiet) as sink:

@@ -6,17 +6,20 @@ without a traceback.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from atoll.core.errors import AtollError, ConfigError
 
 app = typer.Typer(
-    help="Train language models on islands of devices that are poorly connected, unequal and unreliable.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -26,9 +29,11 @@ data = typer.Typer(help="Convert text to token files.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 Settings = Annotated[
-    list[str] | None,
+    list[str],
     typer.Option(
         "--set",
+        default_factory=list,
+        show_default=False,
         metavar="PATH=VALUE",
         help="Set a value by its path; `atoll show` lists all paths. RECIPE:PATH=VALUE sets it for one of several recipes.",
     ),
@@ -42,14 +47,40 @@ Engine = Annotated[
         show_default="simulator",
     ),
 ]
-Recipe = Annotated[str | None, typer.Argument(help="Name of a recipe; optional with --resume.")]
-Out = Annotated[Path | None, typer.Option(help="New folder for the run; by default runs/RECIPE/seedN-DATE-TIME.")]
-Resume = Annotated[Path | None, typer.Option(help="Resume the run in this folder from its newest checkpoint.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
-ProcessCount = Annotated[
-    int | None, typer.Option("--processes", min=1, help="Number of ranks, islands or workers; short for --set engine.processes=N.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, in the last line of standard output.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of `atoll run` and `atoll chaos`."""
+
+    recipe: Annotated[str | None, typer.Argument(help="Name of a recipe; optional with --resume.")] = None
+    settings: Settings
+    seed: Seed = None
+    out: Annotated[Path | None, typer.Option(help="New folder for the run; by default runs/RECIPE/seedN-DATE-TIME.")] = None
+    resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder from its newest checkpoint.")] = None
+    json: Json = False
+    quiet: Quiet = False
+    engine: Engine = None
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks, islands or workers; short for --set engine.processes=N.")
+    ] = None
+
+
+def _takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that has the fields of RunOptions in the place of its parameter `options`."""
+    fields = inspect.signature(RunOptions, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        command(options=RunOptions(**{name: given.pop(name) for name in fields}), **given)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        parameters += fields.values() if parameter.name == "options" else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # as torch says it
@@ -85,85 +116,50 @@ def recipes() -> None:
 
 
 @app.command()
-def show(recipe: str, settings: Settings = None, seed: Seed = None, engine: Engine = None, json: Json = False) -> None:
+def show(recipe: str, settings: Settings, seed: Seed = None, engine: Engine = None, json: Json = False) -> None:
     """List every setting of a recipe, and with --engine those of the engine: path, value, allowed types."""
     from atoll.cli.commands import show_recipe
 
-    show_recipe(recipe, settings or [], seed, engine, as_json=json)
+    show_recipe(recipe, settings, seed, engine, as_json=json)
 
 
 @app.command()
+@_takes_run_options
 def run(
     context: typer.Context,
-    recipe: Recipe = None,
-    settings: Settings = None,
-    seed: Seed = None,
-    out: Out = None,
-    resume: Resume = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    engine: Engine = None,
-    processes: ProcessCount = None,
+    options: RunOptions,
     elastic: Annotated[bool, typer.Option("--elastic", help="Short for --engine elastic.")] = False,
     join: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Join the elastic run at this address as one more island.")
     ] = None,
 ) -> None:
     """Run a recipe on an engine, resume a run, or join an elastic run. Under torchrun, use --engine processes."""
+    from atoll.cli.run_command import carry_out, join_run
+
     if join is not None:
-        from atoll.cli.run_command import join_run
-
-        join_run(join, settings or [], [name for name in _given(context) if name not in ("--join", "--set")])
+        join_run(join, options.settings, [name for name in _given(context) if name not in ("--join", "--set")])
         return
-    if elastic and engine not in (None, "elastic"):
-        raise ConfigError(f"--elastic with --engine {engine}: it is short for --engine elastic. Leave out one of them.")
-    from atoll.cli.run_command import RunCommand
-
-    RunCommand(
-        recipe=recipe,
-        settings=settings or [],
-        seed=seed,
-        engine="elastic" if elastic else engine,
-        processes=processes,
-        out=out,
-        resume=resume,
-        as_json=json,
-        quiet=quiet,
-    ).carry_out()
+    if elastic and options.engine not in (None, "elastic"):
+        raise ConfigError(f"--elastic with --engine {options.engine}: it is short for --engine elastic. Leave out one of them.")
+    carry_out(replace(options, engine="elastic") if elastic else options)
 
 
 @app.command()
+@_takes_run_options
 def chaos(
     script: Annotated[Path, typer.Argument(help="Fault script in JSON; docs/chaos.md describes the format.")],
-    recipe: Recipe = None,
-    settings: Settings = None,
-    seed: Seed = None,
-    out: Out = None,
-    resume: Resume = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    engine: Engine = None,
-    processes: ProcessCount = None,
+    options: RunOptions,
 ) -> None:
     """Run a recipe with --engine elastic (the default) or ray, inject the faults of a script, and report what they cost."""
-    from atoll.cli.run_command import RunCommand
+    from atoll.cli.run_command import carry_out
     from atoll.engines.spec import read_spec
+    from atoll.testing.chaos.chaos_run import RunFaults
     from atoll.testing.chaos.faults import FaultScript
     from atoll.testing.chaos.reports import report_text
-    from atoll.testing.chaos.run_faults import RunFaults
 
     faults = RunFaults(FaultScript.read(script))
-    folder = RunCommand(
-        recipe=recipe,
-        settings=settings or [],
-        seed=seed,
-        engine=engine or (None if resume is not None else "elastic"),
-        processes=processes,
-        out=out,
-        resume=resume,
-        as_json=json,
-        quiet=quiet,
-    ).carry_out(faults)
+    by_default = replace(options, engine="elastic") if options.engine is None and options.resume is None else options
+    folder = carry_out(by_default, faults)
     assert folder is not None
     print(report_text(faults.report(folder, read_spec(folder))), file=sys.stderr)
 
@@ -193,7 +189,7 @@ def compare(
     what: Annotated[
         list[str], typer.Argument(metavar="RECIPE-or-DIR...", help="Recipes to simulate, and folders of finished runs.")
     ],
-    settings: Settings = None,
+    settings: Settings,
     seed: Seed = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs and the plot; by default a new one under runs/.")] = None,
     json: Json = False,
@@ -203,7 +199,7 @@ def compare(
     """Simulate several recipes with the same data and warm start, or read finished runs, and print one table."""
     from atoll.cli.run_command import compare_runs
 
-    compare_runs(what, settings or [], seed, out=out, as_json=json, as_markdown=markdown, quiet=quiet)
+    compare_runs(what, settings, seed, out=out, as_json=json, as_markdown=markdown, quiet=quiet)
 
 
 @app.command()
@@ -264,8 +260,16 @@ def prepare(
 ) -> None:
     """Convert text to memory-mapped token files; use them with `--set data.corpus=prepared:DIR`."""
     from atoll.cli.commands import prepare_data
+    from atoll.data.prepare import Preparation
 
-    prepare_data(corpus, out, tokenizer, validation_fraction, validation_corpus, limit_bytes, quiet=quiet)
+    preparation = Preparation(
+        corpus=corpus,
+        tokenizer=tokenizer,
+        limit_bytes=limit_bytes,
+        validation_fraction=validation_fraction,
+        validation_corpus=validation_corpus,
+    )
+    prepare_data(preparation, out, quiet=quiet)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""From the words of a command line to a Run and an engine's spec."""
+"""The Run and the engine's spec that the arguments of a command describe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from atoll import recipes
 from atoll.core.config.json_records import find_type
 from atoll.core.config.overrides import override
-from atoll.core.config.settings import Presets
+from atoll.core.config.setting_paths import Presets
 from atoll.core.errors import ConfigError
 from atoll.engines.spec import EngineSpec
 from atoll.models.gpt import GPT
@@ -23,14 +23,7 @@ from atoll.runs.run import Run, candidates
 from atoll.telemetry.summary import read_summary
 
 PRESETS: Presets = {
-    "model": {
-        "tiny": GPT.tiny,
-        "m20": GPT.m20,
-        "m60": GPT.m60,
-        "m150": GPT.m150,
-        "m400": GPT.m400,
-        "small": MLP.small,
-    }
+    "model": {"tiny": GPT.tiny, "m20": GPT.m20, "m60": GPT.m60, "m150": GPT.m150, "m400": GPT.m400, "small": MLP.small}
 }
 """`--set model=m60` sets the whole model."""
 _ENGINE = "engine."
@@ -40,10 +33,8 @@ def run_of(name: str, settings: Sequence[str], seed: int | None, among: Sequence
     """The recipe with these settings and this seed.
 
     Args:
-        name: of the recipe.
         settings: as --set has them. RECIPE:PATH=VALUE is for that recipe alone; engine.PATH=VALUE is for the engine.
-        seed: none: the recipe's.
-        among: all recipes that the settings are given for; none: this one alone.
+        among: all recipes of the command; None: this one alone.
     """
     run = recipes.recipe(name)
     meant = [_meant_for(setting, among or [name]) for setting in settings if not setting.startswith(_ENGINE)]
@@ -52,7 +43,7 @@ def run_of(name: str, settings: Sequence[str], seed: int | None, among: Sequence
 
 
 def _meant_for(setting: str, among: Sequence[str]) -> tuple[str | None, str]:
-    """The recipe that a setting is for, none for all of them, and the setting without it."""
+    """The recipe that a setting is for, or None for all of them, and the setting without its recipe."""
     path, equals, value = setting.partition("=")
     recipe, colon, path = path.rpartition(":")
     if not colon:

@@ -7,27 +7,27 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import rich
 import typer
 
 from atoll import recipes
+from atoll.cli.main import RunOptions
 from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_settings, spec_with
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.protocols import Sink
-from atoll.engines import driver
-from atoll.engines.driver import Faults, Result, discard
+from atoll.engines import run_driver
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.processes.spec import Processes
-from atoll.engines.simulator.timing import time_on_slower_links
+from atoll.engines.run_driver import Faults, Result, discard
+from atoll.engines.simulator.slower_links import time_on_slower_links
 from atoll.engines.spec import EngineSpec, processes_started, read_spec, refuse_torchrun, spec_named
-from atoll.engines.warm_start import Cache
+from atoll.engines.warm_start_training import Cache
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run import Run
 from atoll.telemetry import compare as comparing
-from atoll.telemetry.console import ConsoleSink
+from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.plots import plot_comparison
 from atoll.telemetry.summary import read_summary
 
@@ -35,109 +35,73 @@ SLOWER = 10
 """`atoll compare` also shows the times of simulated runs on links that are this many times slower."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunCommand:
-    """What a user typed after `atoll run` or `atoll chaos`.
+def carry_out(options: RunOptions, faults: Faults | None = None) -> Path | None:
+    """Start or resume the run, and show its result. Returns its folder, on rank 0."""
+    ranks = processes_started()
+    result = _resume(options, faults) if options.resume is not None else _start(options, faults)
+    if result is None:
+        return None
+    # The command that started the ranks shows the result of a run that they resumed.
+    if ranks == 1 or options.resume is None:
+        show_result(result.folder, as_json=options.json)
+    return result.folder
 
-    Attributes:
-        recipe: its name.
-        settings: of --set, for the Run and for the engine.
-        seed: if another than the recipe's.
-        engine: its name.
-        processes: a number of processes.
-        out: the folder of a new run.
-        resume: the folder of a run to resume.
-        as_json: show the result as JSON.
-        quiet: show no progress.
-    """
 
-    recipe: str | None
-    settings: Sequence[str]
-    seed: int | None
-    engine: str | None
-    processes: int | None
-    out: Path | None
-    resume: Path | None
-    as_json: bool
-    quiet: bool
+def _start(options: RunOptions, faults: Faults | None) -> Result | None:
+    if options.recipe is None:
+        raise ConfigError(f"no recipe was given. There are: {', '.join(recipes.ALL)}. To resume a run: --resume DIR.")
+    run = run_of(options.recipe, options.settings, options.seed)
+    spec = spec_with(spec_named(options.engine or "simulator"), options.settings, options.processes)
+    out = options.out
+    if out is None and processes_started() == 1:  # else rank 0 chooses it for all
+        out = default_path(run.recipe, run.seed)
+    with interruptible(out, spec):
+        return run_driver.run(
+            run,
+            engine=spec,
+            out=out,
+            sinks=sinks_of(run, spec, quiet=options.quiet),
+            command=sys.argv,
+            faults=faults,
+            log=discard if options.quiet else print_to_stderr,
+        )
 
-    def carry_out(self, faults: Faults | None = None) -> Path | None:
-        """Start or resume the run, and show its result. Returns its folder, on rank 0."""
-        ranks = processes_started()
-        result = self._resume(faults) if self.resume is not None else self._start(faults)
-        if result is None:
-            return None
-        # The command that started the ranks shows the result of a run that they resumed.
-        if ranks == 1 or self.resume is None:
-            show_result(result.folder, as_json=self.as_json)
-        return result.folder
 
-    def _start(self, faults: Faults | None) -> Result | None:
-        if self.recipe is None:
-            raise ConfigError(f"no recipe was given. There are: {', '.join(recipes.ALL)}. To resume a run: --resume DIR.")
-        run = run_of(self.recipe, self.settings, self.seed)
-        spec = spec_with(spec_named(self.engine or "simulator"), self.settings, self.processes)
-        out = self.out
-        if out is None and processes_started() == 1:  # else rank 0 chooses it for all
-            out = default_path(run.recipe, run.seed)
-        with interruptible(out, spec):
-            return driver.run(
-                run,
-                engine=spec,
-                out=out,
-                sinks=sinks_of(run, spec, quiet=self.quiet),
-                command=sys.argv,
-                faults=faults,
-                log=discard if self.quiet else print_to_stderr,
-            )
-
-    def _resume(self, faults: Faults | None) -> Result | None:
-        assert self.resume is not None
-        folder = self.resume.expanduser()
-        if self.out is not None:
-            raise ConfigError(f"--out {self.out} with --resume {folder}: a run stays in its own folder. Leave out --out.")
-        if self.recipe is None and (run_settings(self.settings) or self.seed is not None):
-            raise ConfigError(
-                "--set or --seed with --resume: a run resumes with the settings that it began with; only the engine's, such as "
-                "engine.processes, may change. Leave them out."
-            )
-        spec = spec_with(self._spec_to_resume(folder), self.settings, self.processes)
-        if not folder.is_dir() and processes_started() > 1:  # rank 0 has the folder
-            return driver.resume(folder, engine=spec, command=sys.argv)
-        opened = RunFolder.open(folder)
-        if self.recipe is not None:
-            opened.same_run(spec.fitted(run_of(self.recipe, self.settings, self.seed)))
-        check_imported(folder)
-        # The launcher has its ranks resume a run that is new.
-        title = f"resume {folder}" if opened.checkpoints.is_dir() else None
-        with interruptible(folder, spec):
-            return driver.resume(
-                folder,
-                engine=spec,
-                sinks=[] if opened.finished else sinks_of(opened.run, spec, quiet=self.quiet, title=title),
-                command=sys.argv,
-                faults=faults,
-                log=discard if self.quiet else print_to_stderr,
-            )
-
-    def _spec_to_resume(self, folder: Path) -> EngineSpec:
-        """The engine as before, unless another is named: the driver refuses that."""
-        if not folder.is_dir() and processes_started() > 1:
-            return Processes()
-        RunFolder.open(folder)
-        saved = read_spec(folder)
-        named = spec_named(self.engine) if self.engine is not None else saved
-        return saved if named.name == saved.name else named
+def _resume(options: RunOptions, faults: Faults | None) -> Result | None:
+    assert options.resume is not None
+    folder = options.resume.expanduser()
+    if options.out is not None:
+        raise ConfigError(f"--out {options.out} with --resume {folder}: a run stays in its own folder. Leave out --out.")
+    if options.recipe is None and (run_settings(options.settings) or options.seed is not None):
+        raise ConfigError(
+            "--set or --seed with --resume: a run resumes with the settings that it began with; only the engine's, such as "
+            "engine.processes, may change. Leave them out."
+        )
+    if not folder.is_dir() and processes_started() > 1:  # rank 0 has the folder
+        spec = spec_with(Processes(), options.settings, options.processes)
+        return run_driver.resume(folder, engine=spec, command=sys.argv)
+    opened, saved = RunFolder.open(folder), read_spec(folder)
+    named = spec_named(options.engine or saved.name)  # the driver refuses another engine than the saved one
+    spec = spec_with(saved if named.name == saved.name else named, options.settings, options.processes)
+    if options.recipe is not None:
+        opened.same_run(spec.fitted(run_of(options.recipe, options.settings, options.seed)))
+    check_imported(folder)
+    # The launcher has its ranks resume a run that is new.
+    title = f"resume {folder}" if opened.checkpoints.is_dir() else None
+    with interruptible(folder, spec):
+        return run_driver.resume(
+            folder,
+            engine=spec,
+            sinks=[] if opened.finished else sinks_of(opened.run, spec, quiet=options.quiet, title=title),
+            command=sys.argv,
+            faults=faults,
+            log=discard if options.quiet else print_to_stderr,
+        )
 
 
 def join_run(address: str, settings: Sequence[str], others: Sequence[str]) -> None:
-    """Be one more island of the elastic run at this address.
-
-    Args:
-        address: HOST:PORT of its rendezvous.
-        settings: of --set: a joiner sets `engine.devices`, and nothing else is its own.
-        others: further options, which are refused.
-    """
+    """Join the elastic run whose rendezvous has this address, HOST:PORT, as one more island. A joiner has one setting of its own,
+    `engine.devices`; all other settings and options are refused."""
     from atoll.engines.elastic.launch import join_run as join
 
     foreign = [setting for setting in settings if setting.partition("=")[0] != "engine.devices"]
@@ -162,8 +126,7 @@ def compare_runs(
     quiet: bool,
 ) -> None:
     """Simulate several recipes on the same work, or read finished runs, and show them in one table."""
-    simulator = spec_named("simulator")
-    refuse_torchrun(simulator)
+    refuse_torchrun(spec_named("simulator"))
     root = out or default_path("compare", seed or 0)
     # All names are looked up before the first run starts: a misspelt last name must not cost the first runs.
     planned = planned_runs(what, settings, seed)
@@ -173,20 +136,18 @@ def compare_runs(
         for index, item in enumerate(planned)
     ]
     comparison = comparing.comparison(folders)
+    slower_s = times_on_slower_links(comparison, folders)
+    slower = comparing.slower_links(slower_s, SLOWER)
     root.mkdir(parents=True, exist_ok=True)
     if as_json:
-        slower_s = times_on_slower_links(comparison, folders)
         plot = plot_comparison(folders, root / "comparison.png")
         print(json.dumps({**comparison.to_dict(), "time_on_10_times_slower_links_s": slower_s, "plot": str(plot)}))
     elif as_markdown:
-        print(comparing.markdown(comparison, comparing.slower_links(times_on_slower_links(comparison, folders), SLOWER)))
+        print(comparing.markdown(comparison, slower))
     else:
         # The table first: without matplotlib the runs are not lost.
         rich.print(comparing.table(comparison))
-        print(f"\n{comparing.sentence(comparison)}")
-        slower = comparing.slower_links(times_on_slower_links(comparison, folders), SLOWER)
-        if slower:
-            print(f"\n{slower}")
+        print("\n" + "\n\n".join(filter(None, (comparing.sentence(comparison), slower))))
         print(f"plot: {plot_comparison(folders, root / 'comparison.png')}")
 
 
@@ -206,7 +167,7 @@ def _simulate(run: Run, folder: Path, cache: Cache, *, quiet: bool) -> Path:
     simulator = spec_named("simulator")
     with interruptible(folder, simulator):
         sinks = sinks_of(run, simulator, quiet=quiet)
-        driver.run(run, out=folder, sinks=sinks, command=sys.argv, cache=cache, log=discard if quiet else print_to_stderr)
+        run_driver.run(run, out=folder, sinks=sinks, command=sys.argv, cache=cache, log=discard if quiet else print_to_stderr)
     return folder
 
 
@@ -221,7 +182,7 @@ def show_result(folder: Path, *, as_json: bool) -> None:
 
 
 def sinks_of(run: Run, spec: EngineSpec, *, quiet: bool, title: str | None = None) -> list[Sink]:
-    """The console's progress display. Where this command starts ranks, rank 0 shows it."""
+    """The progress display of this process. Where this command starts ranks, rank 0 has the display."""
     if quiet or (isinstance(spec, Processes) and processes_started() == 1):
         return []
     cluster, who = run.cluster, None

@@ -6,14 +6,14 @@ objects. torch, matplotlib and rich are imported only when they are needed.
 
 from atoll.telemetry.async_summary import read_asynchrony
 from atoll.telemetry.compare import comparison, markdown, sentence, table
-from atoll.telemetry.console import ConsoleSink
+from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.event_log import JsonlSink, read_events
-from atoll.telemetry.overlap import read_overlap
 from atoll.telemetry.plots import plot_comparison, plot_run, write_plots
-from atoll.telemetry.progress import RunProgress, read_progress
 from atoll.telemetry.report import report_sections
+from atoll.telemetry.run_progress import RunningTotals, read_progress
 from atoll.telemetry.sinks import Fanout, MemorySink, TensorBoardSink
 from atoll.telemetry.summary import Summary, read_memory, read_participation, read_summary
+from atoll.telemetry.sync_summary import read_overlap
 from atoll.telemetry.trace import write_trace
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "Fanout",
     "JsonlSink",
     "MemorySink",
-    "RunProgress",
+    "RunningTotals",
     "Summary",
     "TensorBoardSink",
     "comparison",

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from atoll.core import events as ev
 from atoll.telemetry.event_log import read_events
@@ -144,22 +145,47 @@ def worker_history(events: Iterable[ev.Event]) -> Iterator[ev.Event | WorkerRoun
 
 def asynchrony_of(events: Iterable[ev.Event]) -> AsynchronySummary | None:
     """The figures up to the latest event; None for a run without a hub."""
-    workers: dict[int, _WorkerTotals] = {}
+    zeros: dict[str, Any] = {field.name: 0.0 if field.name.endswith("_s") else 0 for field in fields(WorkerTimes)}
+    workers: defaultdict[int, dict[str, Any]] = defaultdict(zeros.copy)
+    since_s: dict[int, float] = {}  # when each present worker joined
     staleness, windows, shards, counts = Counter[int](), Counter[int](), Counter[int](), Counter[str]()
     now_s = 0.0
     for item in worker_history(events):
-        if isinstance(item, ev.Dispatched | ev.Computed | ev.Returned | ev.IslandJoined | ev.IslandLeft | WorkerRound | WorkerWait):
-            workers.setdefault(item.island, _WorkerTotals()).take(item)
         if isinstance(item, _HUB_EVENTS):
             now_s = max(now_s, item.time_s)
             counts[type(item).__name__] += 1
-        if isinstance(item, ev.Arrived):
-            staleness[item.staleness] += 1
-            windows[item.window] += 1
-            shards[item.shard] += item.steps
-            counts["left out"] += not item.applied
+        match item:
+            case ev.IslandJoined():
+                since_s[item.island] = item.time_s
+            case ev.Dispatched():
+                since_s.setdefault(item.island, item.time_s)  # no event announces a worker that is present from the start
+            case ev.IslandLeft():
+                workers[item.island]["present_s"] += item.time_s - since_s.pop(item.island, item.time_s)
+            case ev.Computed():
+                workers[item.island]["computed_s"] += item.end_s - item.start_s
+            case WorkerWait():
+                workers[item.island]["waited_s"] += item.end_s - item.start_s
+            case WorkerRound(arrival=None, task=ev.Dispatched() as task):
+                computed_s = sum(event.end_s - event.start_s for event in item.computed)
+                workers[item.island]["unfinished_s"] += item.end_s - task.time_s - computed_s
+            case WorkerRound(arrival=ev.Arrived() as arrival):
+                figures = workers[item.island]
+                figures["rounds"] += 1
+                figures["steps"] += arrival.steps
+                figures["talked_s"] += arrival.time_s - arrival.pushed_s
+                if item.task is not None:
+                    figures["talked_s"] += item.task.begin_s - item.task.time_s
+            case ev.Arrived():
+                staleness[item.staleness] += 1
+                windows[item.window] += 1
+                shards[item.shard] += item.steps
+                counts["left out"] += not item.applied
+            case _:
+                pass
     if not counts["Dispatched"]:
         return None
+    for island, joined_s in since_s.items():
+        workers[island]["present_s"] += now_s - joined_s
     return AsynchronySummary(
         arrivals=counts["Arrived"],
         applied=counts["Arrived"] - counts["left out"],
@@ -169,47 +195,9 @@ def asynchrony_of(events: Iterable[ev.Event]) -> AsynchronySummary | None:
         windows=len(windows),
         staleness=CountDistribution.of(staleness),
         arrivals_per_window=CountDistribution.of(Counter(windows.values())),
-        workers=tuple(worker.times(island, now_s) for island, worker in sorted(workers.items())),
+        workers=tuple(WorkerTimes(**{**figures, "island": island}) for island, figures in sorted(workers.items())),
         steps_per_shard=dict(sorted(shards.items())),
     )
-
-
-class _WorkerTotals:
-    def __init__(self) -> None:
-        self._rounds = self._steps = 0
-        self._times_s: defaultdict[str, float] = defaultdict(float)
-        self._past_s = 0.0
-        self._since_s: float | None = None
-
-    def take(self, item: ev.Event | WorkerRound | WorkerWait) -> None:
-        match item:
-            case ev.IslandJoined():
-                self._since_s = item.time_s
-            case ev.Dispatched() if self._since_s is None:  # present from the start, so no event announced it
-                self._since_s = item.time_s
-            case ev.IslandLeft():
-                self._past_s += item.time_s - (item.time_s if self._since_s is None else self._since_s)
-                self._since_s = None
-            case ev.Computed():
-                self._times_s["computed"] += item.end_s - item.start_s
-            case WorkerWait():
-                self._times_s["waited"] += item.end_s - item.start_s
-            case WorkerRound(arrival=ev.Arrived() as arrival):
-                self._rounds += 1
-                self._steps += arrival.steps
-                self._times_s["talked"] += arrival.time_s - arrival.pushed_s
-                if item.task is not None:
-                    self._times_s["talked"] += item.task.begin_s - item.task.time_s
-            case WorkerRound(task=ev.Dispatched() as task):
-                computed_s = sum(event.end_s - event.start_s for event in item.computed)
-                self._times_s["unfinished"] += item.end_s - task.time_s - computed_s
-            case _:
-                pass
-
-    def times(self, island: int, now_s: float) -> WorkerTimes:
-        present_s = self._past_s + (0.0 if self._since_s is None else now_s - self._since_s)
-        times_s = {f"{name}_s": self._times_s[name] for name in ("computed", "waited", "talked", "unfinished")}
-        return WorkerTimes(island=island, rounds=self._rounds, steps=self._steps, present_s=present_s, **times_s)
 
 
 def read_asynchrony(folder: str | Path) -> AsynchronySummary | None:

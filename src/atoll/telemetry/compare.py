@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atoll.core.errors import ConfigError
-from atoll.telemetry.progress import read_settings
+from atoll.telemetry.run_progress import read_settings
 from atoll.telemetry.summary import Summary, read_summary
 from atoll.telemetry.units import (
     human_accuracy,
@@ -154,7 +154,7 @@ def _columns(comparison: Comparison, most: str) -> dict[str, list[str]]:
     several, losses = len(summaries) > 1, comparison.losses
     memories = [summary.memory for summary in summaries if summary.memory is not None]
     compare_memory = several and (
-        len({memory.largest.peak_bytes for memory in memories}) > 1 or any(memory.sharded for memory in memories)
+        len({memory.largest["peak_bytes"] for memory in memories}) > 1 or any(memory.sharded for memory in memories)
     )
     clock = "" if comparison.mixed_clocks else f"{summaries[0].clock} "
     columns: tuple[tuple[str, bool, Callable[[ComparedRun, Summary], str]], ...] = (
@@ -167,7 +167,7 @@ def _columns(comparison: Comparison, most: str) -> dict[str, list[str]]:
         (f"against {most}", several, lambda run, _: _times_less(run, comparison.most)),
         (f"{clock}time", True, lambda _, s: _time_cell(s, name_clock=not clock)),
         ("busy", True, lambda _, s: human_share(s.utilisation, 1.0)),
-        ("peak memory", compare_memory, lambda _, s: "-" if s.memory is None else human_bytes(s.memory.largest.peak_bytes)),
+        ("peak memory", compare_memory, lambda _, s: "-" if s.memory is None else human_bytes(s.memory.largest["peak_bytes"])),
     )
     return {heading: [cell(run, run.summary) for run in comparison.rows] for heading, shown, cell in columns if shown}
 

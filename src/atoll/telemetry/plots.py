@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from atoll.core.events import Arrived, Attended, Compared, Computed, Evaluated, 
 from atoll.telemetry.async_summary import AsynchronySummary, is_asynchronous, read_asynchrony
 from atoll.telemetry.compare import distinct_labels
 from atoll.telemetry.event_log import clock_of, read_clock, read_events, read_kind
-from atoll.telemetry.overlap import Interval, OverlapSummary, by_device, device_name, read_overlap
 from atoll.telemetry.plot_style import (
     COLOURS,
     FONT_SIZE,
@@ -26,6 +25,7 @@ from atoll.telemetry.plot_style import (
     time_unit,
 )
 from atoll.telemetry.summary import ParticipationSummary, read_participation
+from atoll.telemetry.sync_summary import Interval, OverlapSummary, by_device, device_name, read_overlap
 from atoll.telemetry.units import human_bytes, human_count, human_loss
 
 _DASHES = ("-", "--", ":", "-.")
@@ -37,8 +37,14 @@ _MAX_TICKS = 16  # bars that all have a name
 _TIMELINE_ROUNDS = 4
 _TIMELINE_ISLANDS = 16
 _MAX_EDGES = 40
-_PART_COLOURS = {"computing": COLOURS[0], "communicating": COLOURS[1], "waiting": GREY, "no result": COLOURS[3]}
 _HIDDEN = COLOURS[2]
+_PART_COLOURS = {
+    "computing": COLOURS[0],
+    "communicating": COLOURS[1],
+    "exchange in the background": _HIDDEN,
+    "waiting": GREY,
+    "no result": COLOURS[3],
+}
 
 
 def plot_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
@@ -247,9 +253,9 @@ def binned(points: Sequence[tuple[float, int]], bins: int) -> list[tuple[float, 
 def _overlap_figure(folder: Path, summary: OverlapSummary) -> Any:
     """The last rounds as a timeline, how each island spent its time, and how much it computed."""
     events = read_events(folder / "events.jsonl", kinds=(RunStarted, Computed, Exchanged, RoundFinished))
-    timelines, devices = last_rounds(by_device(events)), summary.devices_per_island
+    devices = summary.devices_per_island
     figure, (timeline, times, batches) = new_figure(3)
-    _draw_timelines(timeline, {device_name(number, devices): lane for number, lane in timelines.items()})
+    _draw_timelines(timeline, last_rounds(by_device(events)), devices)
     timeline.set_xlabel(f"{read_clock(folder)} {timeline.get_xlabel()}")
     fields = {"computing": "computed_s", "communicating": "talked_s", "waiting": "waited_s"}
     _draw_time_shares(times, summary.islands, fields)
@@ -267,16 +273,8 @@ def _overlap_figure(folder: Path, summary: OverlapSummary) -> Any:
     return figure
 
 
-class IslandTimeline(NamedTuple):
-    """What one island did in the last rounds."""
-
-    computing: list[Interval]
-    background: list[Interval]  # exchanges in the background of computing
-    communicating: list[Interval]  # other exchanges
-
-
-def last_rounds(events: Iterable[Event], rounds: int = _TIMELINE_ROUNDS) -> dict[int, IslandTimeline]:
-    """What each island did in the last finished rounds; before the first is finished, in the open one."""
+def last_rounds(events: Iterable[Event], rounds: int = _TIMELINE_ROUNDS) -> list[tuple[int, str, Interval]]:
+    """What islands did in the last finished rounds (before the first is finished, in the open one), and when."""
     kept: list[list[Computed | Exchanged]] = []
     open_round: list[Computed | Exchanged] = []
     for event in events:
@@ -284,39 +282,35 @@ def last_rounds(events: Iterable[Event], rounds: int = _TIMELINE_ROUNDS) -> dict
             open_round.append(event)
         elif isinstance(event, RoundFinished):
             kept, open_round = [*kept, open_round][-rounds:], []
-    timelines: dict[int, IslandTimeline] = {}
-    for event in (event for group in kept or [open_round] for event in group):
-        islands = [event.island] if isinstance(event, Computed) else event.islands
-        for rank, island in enumerate(islands):
-            timeline = timelines.setdefault(island, IslandTimeline([], [], []))
-            if isinstance(event, Computed):
-                timeline.computing.append((event.start_s, event.end_s))
-            else:
-                intervals = timeline.background if event.background else timeline.communicating
-                intervals.append((max(event.arrived_s[rank], event.start_s), event.end_s))
-    return dict(sorted(timelines.items()))
+    spans: list[tuple[int, str, Interval]] = []
+    for event in chain.from_iterable(kept or [open_round]):
+        if isinstance(event, Computed):
+            spans.append((event.island, "computing", (event.start_s, event.end_s)))
+        else:
+            what = "exchange in the background" if event.background else "communicating"
+            for island, arrived_s in zip(event.islands, event.arrived_s, strict=True):
+                spans.append((island, what, (max(arrived_s, event.start_s), event.end_s)))
+    return spans
 
 
-def _draw_timelines(panel: Any, timelines: Mapping[str, IslandTimeline]) -> None:
+def _draw_timelines(panel: Any, spans: Sequence[tuple[int, str, Interval]], devices: int | None) -> None:
     """Two bars per island: computing above, exchanges below. A gap in the upper bar is idle time."""
-    drawn = dict(list(timelines.items())[:_TIMELINE_ISLANDS])
-    everything = [interval for timeline in drawn.values() for part in timeline for interval in part]
-    begin_s, end_s = min(start for start, _ in everything), max(end for _, end in everything)
+    numbers = sorted({island for island, *_ in spans})[:_TIMELINE_ISLANDS]
+    drawn = [span for span in spans if span[0] in numbers]
+    begin_s, end_s = min(start for _, _, (start, _) in drawn), max(end for _, _, (_, end) in drawn)
     unit, unit_s = time_unit(end_s - begin_s)
-    bars = (
-        ("computing", "computing", COLOURS[0], -0.4, 0.4),
-        ("exchange in the background", "background", _HIDDEN, 0.05, 0.3),
-        ("communicating", "communicating", COLOURS[1], 0.05, 0.3),
-    )
-    for label, part, colour, below, height in bars:
-        if any(getattr(timeline, part) for timeline in drawn.values()):
-            panel.plot([], [], color=colour, linewidth=6, label=label)
-        for place, timeline in enumerate(drawn.values()):
-            spans = [((start - begin_s) / unit_s, (end - start) / unit_s) for start, end in getattr(timeline, part)]
-            edge = "white" if len(spans) <= _MAX_EDGES else colour  # white edges of many short bars would hide them
-            panel.broken_barh(spans, (place + below, height), facecolors=colour, edgecolors=edge, linewidth=0.4)
-    panel.set_yticks(range(len(drawn)), list(drawn))
-    panel.set_ylim(len(drawn) - 0.5, -0.5)  # the first island on top
+    bars = {"computing": (-0.4, 0.4), "exchange in the background": (0.05, 0.3), "communicating": (0.05, 0.3)}
+    for what, (below, height) in bars.items():
+        colour = _PART_COLOURS[what]
+        if any(part == what for _, part, _ in drawn):
+            panel.plot([], [], color=colour, linewidth=6, label=what)
+        for place, number in enumerate(numbers):
+            lane = [interval for island, part, interval in drawn if (island, part) == (number, what)]
+            edge = "white" if len(lane) <= _MAX_EDGES else colour  # white edges of many short bars would hide them
+            bounds = [((start - begin_s) / unit_s, (end - start) / unit_s) for start, end in lane]
+            panel.broken_barh(bounds, (place + below, height), facecolors=colour, edgecolors=edge, linewidth=0.4)
+    panel.set_yticks(range(len(numbers)), [device_name(number, devices) for number in numbers])
+    panel.set_ylim(len(numbers) - 0.5, -0.5)  # the first island on top
     panel.set_xlabel(f"time of the last rounds ({unit})")
     panel.grid(visible=False, axis="y")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.events import MEMORY_KINDS
-from atoll.telemetry.async_summary import AsynchronySummary, CountDistribution, read_asynchrony
-from atoll.telemetry.overlap import ExchangeLevel, OverlapSummary, device_name, read_overlap, reports_overlap
+from atoll.telemetry.async_summary import AsynchronySummary, CountDistribution, WorkerTimes, read_asynchrony
 from atoll.telemetry.summary import MemorySummary, ParticipationSummary, read_memory, read_participation
+from atoll.telemetry.sync_summary import ExchangeLevel, IslandTimes, OverlapSummary, device_name, read_overlap, reports_overlap
 from atoll.telemetry.units import human_bytes, human_count, human_percent, human_share, human_time, plural
 
 if TYPE_CHECKING:
@@ -111,29 +111,25 @@ def _spread(distribution: CountDistribution, unit: str = "") -> str | None:
     return f"{distribution.mean:.3g}{unit} on average, at most {distribution.max}" if distribution.counts else None
 
 
-def _windows(summary: AsynchronySummary) -> str | None:
-    return f"{summary.windows}, with {_spread(summary.arrivals_per_window, ' arrivals')}" if summary.windows else None
-
-
 def _worker_rows(summary: AsynchronySummary) -> list[dict[str, str]]:
+    shares = {"computing": "computed_s", "waiting": "waited_s", "communicating": "talked_s", "no result": "unfinished_s"}
     return [
-        {
-            "worker": str(worker.island),
-            "rounds": human_count(worker.rounds),
-            "steps": human_count(worker.steps),
-            "present": human_time(worker.present_s),
-            "computing": human_share(worker.computed_s, worker.present_s),
-            "waiting": human_share(worker.waited_s, worker.present_s),
-            "communicating": human_share(worker.talked_s, worker.present_s),
-            "no result": human_share(worker.unfinished_s, worker.present_s),
-        }
+        {"worker": str(worker.island), "rounds": human_count(worker.rounds), "steps": human_count(worker.steps)}
+        | _time_cells(worker, shares)
         for worker in (summary.workers if summary.arrivals else ())
     ]
 
 
+def _time_cells(times: WorkerTimes | IslandTimes, shares: Mapping[str, str]) -> dict[str, str]:
+    """How long an island was present, and the share of that time in each of these fields."""
+    cells = {heading: human_share(getattr(times, field), times.present_s) for heading, field in shares.items()}
+    return {"present": human_time(times.present_s), **cells}
+
+
 def _memory(summary: MemorySummary) -> str:
-    sizes = {kind: getattr(summary.largest, f"{kind}_bytes") for kind in MEMORY_KINDS}
-    text = f"{human_bytes(summary.largest.peak_bytes)} per island at most: " + ", ".join(
+    largest = summary.largest
+    sizes = {kind: largest[f"{kind}_bytes"] for kind in MEMORY_KINDS}
+    text = f"{human_bytes(largest['peak_bytes'])} per island at most: " + ", ".join(
         f"{kind} {human_bytes(size)}" for kind, size in sizes.items() if size
     )
     if summary.formula is None or summary.formula_bytes is None:
@@ -172,16 +168,15 @@ def _exchanges(summary: OverlapSummary) -> str | None:
 
 def _island_rows(summary: OverlapSummary) -> list[dict[str, str]]:
     devices, total = summary.devices_per_island, sum(island.batches for island in summary.islands)
+    member, hidden = ("island", "hidden") if devices is None else ("device", "hidden inside")
+    shares = {"computing": "computed_s", "communicating": "talked_s", "waiting": "waited_s"}
     return [
         {
-            "island" if devices is None else "device": device_name(island.island, devices),
+            member: device_name(island.island, devices),
             "batches": human_count(island.batches),
             "of all": human_share(island.batches, total),
-            "present": human_time(island.present_s),
-            "computing": human_share(island.computed_s, island.present_s),
-            "communicating": human_share(island.talked_s, island.present_s),
-            "waiting": human_share(island.waited_s, island.present_s),
-            "hidden" if devices is None else "hidden inside": human_share(island.hidden, 1.0),
+            **_time_cells(island, shares),
+            hidden: human_share(island.hidden, 1.0),
         }
         for island in summary.islands
     ]
@@ -189,7 +184,12 @@ def _island_rows(summary: OverlapSummary) -> list[dict[str, str]]:
 
 ASYNCHRONY = ReportSection(
     read=read_asynchrony,
-    lines={"updates": _updates, "staleness": lambda s: _spread(s.staleness), "windows": _windows, "shards": _shards},
+    lines={
+        "updates": _updates,
+        "staleness": lambda s: _spread(s.staleness),
+        "windows": lambda s: f"{s.windows}, with {_spread(s.arrivals_per_window, ' arrivals')}" if s.windows else None,
+        "shards": _shards,
+    },
     histograms=lambda s: (
         [*histogram("staleness", "updates", s.staleness), *histogram("arrivals", "windows", s.arrivals_per_window)]
         if s.arrivals

@@ -1,4 +1,4 @@
-"""Sinks that combine others, keep events in memory, discard them, or write them for TensorBoard."""
+"""Sinks that combine others, keep events in memory, or write them for TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from atoll.core.events import Arrived, Compared, Evaluated, Event, RoundFinished, WindowClosed
 from atoll.core.optional_imports import require
 from atoll.telemetry.event_log import ClosingSink, E, clock_at
-from atoll.telemetry.progress import RunningTotals
+from atoll.telemetry.run_progress import RunningTotals
 
 if TYPE_CHECKING:
     from atoll.core.protocols import Sink
@@ -24,7 +24,7 @@ class ResumableSink(Protocol):
 
 
 class Fanout(ClosingSink):
-    """Hands every event to each sink, in the order given.
+    """Passes every event to each sink, in the order given; without sinks, discards it.
 
     An exception in a sink reaches the caller at once. Put the log first, so that later sinks show only recorded events.
     """
@@ -63,13 +63,6 @@ class MemorySink:
     def of(self, *kinds: type[E]) -> list[E]:
         """The events of these classes, in order."""
         return [event for event in self.events if isinstance(event, kinds)]
-
-
-class NullSink:
-    """Discards events, for example on ranks that do not report."""
-
-    def emit(self, event: Event) -> None:
-        pass
 
 
 class TensorBoardSink(ClosingSink):

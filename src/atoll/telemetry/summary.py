@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,35 +14,22 @@ from atoll.core import events as ev
 from atoll.core.errors import AtollError, CheckpointError
 from atoll.telemetry.async_summary import AsynchronySummary, read_asynchrony
 from atoll.telemetry.event_log import Clock, clock_of, read_events, read_kind
-from atoll.telemetry.overlap import OverlapSummary, read_overlap, reports_overlap
-from atoll.telemetry.progress import read_progress
+from atoll.telemetry.run_progress import read_progress, read_settings
+from atoll.telemetry.sync_summary import OverlapSummary, read_overlap, reports_overlap
 from atoll.telemetry.units import JsonRecord, perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
-class IslandMemory(JsonRecord):
-    """Bytes of one island's live tensors at its peak, without activations and batches."""
-
-    island: int
-    parameters_bytes: int
-    gradients_bytes: int
-    communication_bytes: int
-    optimizer_bytes: int
-    copies_bytes: int
-    peak_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class MemorySummary(JsonRecord):
-    islands: tuple[IslandMemory, ...]
+    islands: tuple[Mapping[str, int], ...]  # each island's bytes at its peak, by the names of MemoryCounted
     formula: str | None
     """Bytes per parameter by ACCO's paper, with the widths of this run; None if the paper has no formula for the algorithm."""
     formula_bytes: int | None
 
     @property
-    def largest(self) -> IslandMemory:
+    def largest(self) -> Mapping[str, int]:
         """The island with the highest peak."""
-        return max(self.islands, key=lambda island: island.peak_bytes)
+        return max(self.islands, key=itemgetter("peak_bytes"))
 
     @property
     def sharded(self) -> bool:
@@ -152,12 +141,12 @@ def read_memory(folder: str | Path) -> MemorySummary | None:
     counts = read_kind(folder, ev.MemoryCounted) if (Path(folder) / "events.jsonl").exists() else []
     if not counts:
         return None
-    largest: dict[int, ev.MemoryCounted] = {}
-    for count in counts:
-        if count.peak_bytes > getattr(largest.get(count.island), "peak_bytes", -1):
-            largest[count.island] = count
     names = ("island", *(f"{kind}_bytes" for kind in ev.MEMORY_KINDS), "peak_bytes")
-    islands = tuple(IslandMemory(**{name: getattr(largest[island], name) for name in names}) for island in sorted(largest))
+    largest: dict[int, dict[str, int]] = {}
+    for count in counts:
+        if count.island not in largest or count.peak_bytes > largest[count.island]["peak_bytes"]:
+            largest[count.island] = {name: getattr(count, name) for name in names}
+    islands = tuple(largest[island] for island in sorted(largest))
     return MemorySummary(islands=islands, formula=counts[-1].formula, formula_bytes=counts[-1].formula_bytes)
 
 
@@ -200,8 +189,6 @@ def _timing(folder: Path) -> tuple[float | None, int]:
 
 def _unfinished(folder: Path) -> str:
     progress = read_progress(folder)
-    reached = "no round is finished"
-    if progress.round is not None:
-        total = f" of {progress.steps_total}" if progress.steps_total is not None else ""
-        reached = f"its last finished round is {progress.round} (step {progress.steps}{total})"
-    return f"the run in {folder} ({progress.recipe}) is not finished: {reached}. Resume it with `atoll run --resume {folder}`."
+    recipe = progress.started.recipe if progress.started is not None else read_settings(folder).get("recipe", folder.name)
+    last = f"its last finished round is {progress.round.round} ({progress.position})" if progress.round else "no round is finished"
+    return f"the run in {folder} ({recipe}) is not finished: {last}. Resume it with `atoll run --resume {folder}`."

@@ -13,6 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +21,16 @@ from atoll.core import events as ev
 from atoll.core.errors import AtollError
 from atoll.telemetry.async_summary import WorkerRound, WorkerWait, is_asynchronous, worker_history
 from atoll.telemetry.event_log import clock_of, read_events
-from atoll.telemetry.overlap import by_device, device_name
+from atoll.telemetry.sync_summary import by_device, device_name
 
 
 def write_trace(folder: str | Path, path: str | Path) -> Path:
     """Writes the timeline of the run in `folder`, finished or not, as JSON. Times are microseconds on the run's clock."""
-    path, log = Path(path), Path(folder) / "events.jsonl"
-    trace = _Trace(asynchronous=is_asynchronous(folder))
-    trace.draw_all(read_events(log))
+    path, events = Path(path), read_events(Path(folder) / "events.jsonl")
+    asynchronous = is_asynchronous(folder)
+    trace = _Trace(asynchronous=asynchronous)
+    for item in worker_history(events) if asynchronous else by_device(events):
+        trace.draw(item)
     if not trace.spans and not trace.instants:
         raise AtollError(f"the run in {folder} has nothing on its timeline yet. Let it run on, then write the trace again.")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,10 +81,6 @@ class _Trace:
         self._sent_bytes: list[tuple[int, int]] = []
         self._counters: list[dict[str, Any]] = []
 
-    def draw_all(self, events: Iterable[ev.Event]) -> None:
-        for item in by_device(events) if self._synchronous else worker_history(events):
-            self._draw(item)
-
     def records(self) -> Iterator[dict[str, Any]]:
         """In the format of chrome://tracing."""
         for process, name in self._process_names.items():
@@ -102,7 +101,7 @@ class _Trace:
             yield _counter(at_ns, "bytes sent", {"bytes": total})
         yield from self._counters
 
-    def _draw(self, item: ev.Event | WorkerRound | WorkerWait) -> None:
+    def draw(self, item: ev.Event | WorkerRound | WorkerWait) -> None:
         match item:
             case ev.RunStarted():
                 wall = ", wall time" if clock_of(item.engine) == "wall" else ""
@@ -135,19 +134,15 @@ class _Trace:
                 self._boundary_s = item.time_s
             case ev.Evaluated():
                 self._instant(_EVALUATIONS, item, "evaluation", "round", scope="g", **item.metrics)
-            case ev.IslandJoined():
-                self._instant(self._row(item.island), item, "joined", "round")
-            case ev.IslandLeft():
-                self._instant(self._row(item.island), item, "left", "round")
+            case ev.IslandJoined() | ev.IslandLeft():
+                self._instant(self._row(item.island), item, "left" if isinstance(item, ev.IslandLeft) else "joined", "round")
             case ev.Refused() if not self._synchronous:
                 self._instant(self._row(item.island), item, "refused", "round", "reason")
             case ev.Returned():
                 self._instant(self._row(item.island), item, "returned", "round", "shard", "steps")
-            case ev.Dispatched():
+            case ev.Dispatched() | ev.Arrived():
                 self._sent(item.time_s, item.sent_bytes)
-            case ev.Arrived():
-                self._sent(item.time_s, item.sent_bytes)
-                for name in ("version", "staleness"):
+                for name in ("version", "staleness") if isinstance(item, ev.Arrived) else ():
                     self._counters.append(_counter(_ns(item.time_s), name, _args(item, name)))
             case ev.WindowClosed():
                 args = {"islands": ", ".join(map(str, item.islands)), "arrivals": len(item.islands)}
@@ -223,6 +218,9 @@ class _Trace:
         self._sent_bytes.append((_ns(at_s), num_bytes))
 
 
+_bounds = attrgetter("start_ns", "end_ns")
+
+
 def without_overlaps(spans: Iterable[TraceSpan]) -> list[TraceSpan]:
     """The spans in order, each cut to begin where the one before it ends; fillers lose the time that another span takes.
 
@@ -233,10 +231,6 @@ def without_overlaps(spans: Iterable[TraceSpan]) -> list[TraceSpan]:
     starts = [span.start_ns for span in solid]
     pieces = [piece for span in ordered if span.filler for piece in _gaps(span, solid, starts)]
     return _cut(sorted([*solid, *pieces], key=_bounds))
-
-
-def _bounds(span: TraceSpan) -> tuple[int, int]:
-    return span.start_ns, span.end_ns
 
 
 def _cut(ordered: Sequence[TraceSpan]) -> list[TraceSpan]:

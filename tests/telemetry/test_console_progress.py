@@ -28,7 +28,7 @@ from atoll.core.events import (
     Saved,
     UpdateSkipped,
 )
-from atoll.telemetry.console import ConsoleSink, event_text
+from atoll.telemetry.console_progress import ConsoleSink, event_text
 from atoll.telemetry.units import human_bytes, human_time
 
 

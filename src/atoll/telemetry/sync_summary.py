@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atoll.core import events as ev
@@ -35,14 +35,13 @@ class IslandTimes(JsonRecord):
 
     derived = ("talked_s", "waited_s")
     island: int
-    batches: float  # A part of a batch counts by its size
+    batches: float  # a part of a batch counts by its size
     tokens: int
     present_s: float
     computed_s: float
     exchanged_s: float  # in exchanges, hidden or not
     hidden_s: float  # the part of the exchanges during which the island computed
-    inside_exchanged_s: float | None = None
-    """Of a device: the part of `exchanged_s` with devices of the same island. None in a run of one level."""
+    inside_exchanged_s: float | None = None  # of a device: the part of `exchanged_s` with devices of the same island
     inside_hidden_s: float | None = None
 
     @property
@@ -60,8 +59,8 @@ class IslandTimes(JsonRecord):
     def hidden(self) -> float | None:
         """The hidden share of the exchanges; of a device, of those inside its island."""
         if self.inside_exchanged_s is None or self.inside_hidden_s is None:
-            return self.hidden_s / self.exchanged_s if self.exchanged_s else None
-        return self.inside_hidden_s / self.inside_exchanged_s if self.inside_exchanged_s else None
+            return _share(self.hidden_s, self.exchanged_s)
+        return _share(self.inside_hidden_s, self.inside_exchanged_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class ExchangeLevel(JsonRecord):
 
     @property
     def hidden(self) -> float | None:
-        return self.hidden_s / self.exchanged_s if self.exchanged_s else None
+        return _share(self.hidden_s, self.exchanged_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +98,7 @@ class OverlapSummary(JsonRecord):
     @property
     def hidden(self) -> float | None:
         """The hidden share of the exchanges of all islands."""
-        exchanged_s = sum(island.exchanged_s for island in self.islands)
-        return sum(island.hidden_s for island in self.islands) / exchanged_s if exchanged_s else None
+        return _share(sum(island.hidden_s for island in self.islands), sum(island.exchanged_s for island in self.islands))
 
 
 def overlap_of(events: Iterable[ev.Event]) -> OverlapSummary:
@@ -112,30 +110,28 @@ def overlap_of(events: Iterable[ev.Event]) -> OverlapSummary:
     """
     islands: defaultdict[int, _IslandTotals] = defaultdict(_IslandTotals)
     counts, round_tokens = Counter[str](), list[int]()
-    devices, finished, tokens, between_bytes = None, None, 0, 0.0
+    devices, dropped_tokens, tokens, between_bytes = None, None, 0, 0.0
     for event in by_device(events):
         match event:
             case ev.RunStarted():
                 devices = event.devices_per_island
             case ev.Computed():
-                islands[event.island].take(event)
+                islands[event.island].compute(event)
             case ev.Exchanged():
-                counts.update(exchanges=1, background=event.background)
-                if event.inside is not None:
-                    counts.update(inside=1, inside_background=event.background, inside_bytes=sum(event.sent_bytes))
+                level = "between" if event.inside is None else "inside"
+                counts.update({level: 1, f"{level} background": event.background, f"{level} bytes": sum(event.sent_bytes)})
                 for number, arrived_s in zip(event.islands, event.arrived_s, strict=True):
-                    islands[number].exchange(max(arrived_s, event.start_s), event.end_s, inside=event.inside is not None)
+                    if max(arrived_s, event.start_s) < event.end_s:  # else the island arrived after the end of the exchange
+                        islands[number].intervals[level].append((max(arrived_s, event.start_s), event.end_s))
             case ev.CaughtUp() | ev.Recut():
                 for number in event.islands if isinstance(event, ev.Recut) else [event.island]:
-                    islands[number].extend(event.end_s)
+                    islands[number].until_s = max(islands[number].until_s, event.end_s)
             case ev.IslandJoined():
                 islands[event.island].since_s = islands[event.island].until_s = event.time_s
             case ev.IslandLeft():
                 islands[event.island].leave()
-            case ev.UpdateSkipped():
-                counts["skipped"] += 1
-            case ev.RoundFailed():
-                counts["failed"] += 1
+            case ev.UpdateSkipped() | ev.RoundFailed():
+                counts[type(event).__name__] += 1
             case ev.RoundFinished():
                 for island in islands.values():
                     island.settle()
@@ -143,49 +139,36 @@ def overlap_of(events: Iterable[ev.Event]) -> OverlapSummary:
                 round_tokens.append(event.tokens - tokens)
                 tokens = event.tokens
             case ev.RunFinished():
-                finished, between_bytes = event, event.sent_bytes_per_island
+                dropped_tokens, between_bytes = event.inside_dropped_tokens, event.sent_bytes_per_island
             case _:
                 pass
     for island in islands.values():
         island.settle()
+
+    def exchange_level(name: str, sent_bytes: float, dropped_tokens: int | None = None) -> ExchangeLevel:
+        return ExchangeLevel(
+            exchanges=counts[name],
+            background=counts[f"{name} background"],
+            sent_bytes=sent_bytes,
+            exchanged_s=sum(device.exchanged_s[name] for device in islands.values()),
+            hidden_s=sum(device.hidden_s[name] for device in islands.values()),
+            dropped_tokens=dropped_tokens,
+        )
+
     committed = [count for count in round_tokens if count > 0]  # a failed or skipped round commits none
-    inside = between = None
-    if devices is not None:
-        inside, between = _levels(list(islands.values()), counts, between_bytes, finished)
+    inside_bytes = counts["inside bytes"] / max(1, len(islands))
     return OverlapSummary(
         islands=tuple(island.times(number, two_levels=devices is not None) for number, island in sorted(islands.items())),
-        background=counts["background"],
-        exchanges=counts["exchanges"],
-        skipped=counts["skipped"],
-        failed=counts["failed"],
+        background=counts["between background"] + counts["inside background"],
+        exchanges=counts["between"] + counts["inside"],
+        skipped=counts["UpdateSkipped"],
+        failed=counts["RoundFailed"],
         most_tokens=max(committed, default=0),
         fewest_tokens=min(committed, default=0),
         devices_per_island=devices,
-        inside=inside,
-        between=between,
+        inside=None if devices is None else exchange_level("inside", inside_bytes, dropped_tokens),
+        between=None if devices is None else exchange_level("between", between_bytes),
     )
-
-
-def _levels(
-    devices: Sequence[_IslandTotals], counts: Counter[str], between_bytes: float, finished: ev.RunFinished | None
-) -> tuple[ExchangeLevel, ExchangeLevel]:
-    inside = ExchangeLevel(
-        exchanges=counts["inside"],
-        background=counts["inside_background"],
-        sent_bytes=counts["inside_bytes"] / max(1, len(devices)),
-        exchanged_s=sum(device.inside_exchanged_s for device in devices),
-        hidden_s=sum(device.inside_hidden_s for device in devices),
-        dropped_tokens=finished.inside_dropped_tokens if finished is not None else None,
-    )
-    between = ExchangeLevel(
-        exchanges=counts["exchanges"] - inside.exchanges,
-        background=counts["background"] - inside.background,
-        sent_bytes=between_bytes,
-        exchanged_s=sum(device.exchanged_s for device in devices) - inside.exchanged_s,
-        hidden_s=sum(device.hidden_s for device in devices) - inside.hidden_s,
-        dropped_tokens=None,
-    )
-    return inside, between
 
 
 def read_overlap(folder: str | Path) -> OverlapSummary | None:
@@ -223,23 +206,21 @@ def _split_by_device(event: ev.Event, count: int) -> Iterator[ev.Event]:
         case ev.Exchanged() | ev.UpdateSkipped() if event.inside is not None:
             yield replace(event, islands=[event.inside * count + device for device in event.islands])
         case ev.Exchanged():
-            ranks = range(len(event.islands))
             yield replace(
                 event,
                 islands=[island * count + device for island in event.islands for device in devices],
-                heard=[event.heard[rank] for rank in ranks for _ in devices],
-                arrived_s=[event.arrived_s[rank] for rank in ranks for _ in devices],
-                sent_bytes=[0 if device else event.sent_bytes[rank] for rank in ranks for device in devices],
-                control_bytes=[0 if device else event.control_bytes[rank] for rank in ranks for device in devices],
+                heard=[heard for heard in event.heard for _ in devices],
+                arrived_s=[arrived_s for arrived_s in event.arrived_s for _ in devices],
+                sent_bytes=[0 if device else size for size in event.sent_bytes for device in devices],
+                control_bytes=[0 if device else size for size in event.control_bytes for device in devices],
             )
-        case ev.CaughtUp() | ev.IslandJoined():
-            donor = None if event.donor is None else event.donor * count
+        case ev.CaughtUp() | ev.IslandJoined() | ev.IslandLeft():
             for device in devices:
-                sent_bytes = 0 if device else event.sent_bytes
-                yield replace(event, island=event.island * count + device, donor=donor, sent_bytes=sent_bytes)
-        case ev.IslandLeft():
-            for device in devices:
-                yield replace(event, island=event.island * count + device)
+                split: ev.Event = replace(event, island=event.island * count + device)
+                if isinstance(split, ev.CaughtUp | ev.IslandJoined):
+                    donor = None if split.donor is None else split.donor * count
+                    split = replace(split, donor=donor, sent_bytes=0 if device else split.sent_bytes)
+                yield split
         case _:
             yield event
 
@@ -252,48 +233,29 @@ def device_name(number: int, devices_per_island: int | None) -> str:
     return str(number) if devices_per_island is None else f"{number // devices_per_island}.{number % devices_per_island}"
 
 
-@dataclass
 class _IslandTotals:
     """Intervals wait for the end of their round, because the log has an exchange before the computing that hides it."""
 
-    computing: list[Interval] = field(default_factory=list)
-    between: list[Interval] = field(default_factory=list)
-    inside: list[Interval] = field(default_factory=list)
-    batches: float = 0.0
-    tokens: int = 0
-    computed_s: float = 0.0
-    exchanged_s: float = 0.0
-    hidden_s: float = 0.0
-    inside_exchanged_s: float = 0.0
-    inside_hidden_s: float = 0.0
-    past_s: float = 0.0
-    since_s: float = 0.0
-    until_s: float = 0.0
+    def __init__(self) -> None:
+        self.intervals: dict[str, list[Interval]] = {"computing": [], "between": [], "inside": []}
+        self.exchanged_s, self.hidden_s = ({"between": 0.0, "inside": 0.0} for _ in range(2))
+        self.batches, self.tokens, self.computed_s = 0.0, 0, 0.0
+        self.past_s = self.since_s = self.until_s = 0.0
 
-    def take(self, event: ev.Computed) -> None:
+    def compute(self, event: ev.Computed) -> None:
         self.batches += event.batches
         self.tokens += event.tokens
-        self.computing.append((event.start_s, event.end_s))
-
-    def exchange(self, start_s: float, end_s: float, *, inside: bool) -> None:
-        if start_s < end_s:  # else the island arrived after the end of the exchange
-            (self.inside if inside else self.between).append((start_s, end_s))
-
-    def extend(self, time_s: float) -> None:
-        self.until_s = max(self.until_s, time_s)
+        self.intervals["computing"].append((event.start_s, event.end_s))
 
     def settle(self) -> None:
         """Adds the intervals of the round to the totals."""
-        computing, between, inside = (disjoint(intervals) for intervals in (self.computing, self.between, self.inside))
-        inside_s, inside_hidden_s = _length_s(inside), shared_s(computing, inside)
-        self.computed_s += _length_s(computing)
-        self.exchanged_s += _length_s(between) + inside_s
-        self.hidden_s += shared_s(computing, between) + inside_hidden_s
-        self.inside_exchanged_s += inside_s
-        self.inside_hidden_s += inside_hidden_s
-        for _, end_s in (*computing, *between, *inside):
-            self.extend(end_s)
-        self.computing, self.between, self.inside = [], [], []
+        ordered = {kind: disjoint(intervals) for kind, intervals in self.intervals.items()}
+        self.computed_s += _length_s(ordered["computing"])
+        for level in self.exchanged_s:
+            self.exchanged_s[level] += _length_s(ordered[level])
+            self.hidden_s[level] += shared_s(ordered["computing"], ordered[level])
+        self.until_s = max([self.until_s, *(end_s for intervals in ordered.values() for _, end_s in intervals)])
+        self.intervals = {kind: [] for kind in self.intervals}
 
     def leave(self) -> None:
         self.settle()
@@ -301,10 +263,17 @@ class _IslandTotals:
         self.since_s = self.until_s
 
     def times(self, island: int, *, two_levels: bool) -> IslandTimes:
-        names = ["batches", "tokens", "computed_s", "exchanged_s", "hidden_s"]
-        names += ["inside_exchanged_s", "inside_hidden_s"] if two_levels else []
-        present_s = self.past_s + self.until_s - self.since_s
-        return IslandTimes(island=island, present_s=present_s, **{name: getattr(self, name) for name in names})
+        return IslandTimes(
+            island=island,
+            batches=self.batches,
+            tokens=self.tokens,
+            present_s=self.past_s + self.until_s - self.since_s,
+            computed_s=self.computed_s,
+            exchanged_s=sum(self.exchanged_s.values()),
+            hidden_s=sum(self.hidden_s.values()),
+            inside_exchanged_s=self.exchanged_s["inside"] if two_levels else None,
+            inside_hidden_s=self.hidden_s["inside"] if two_levels else None,
+        )
 
 
 def disjoint(intervals: Iterable[Interval]) -> list[Interval]:
@@ -341,3 +310,7 @@ def shared_s(one: Sequence[Interval], two: Sequence[Interval]) -> float:
 
 def _length_s(intervals: Sequence[Interval]) -> float:
     return sum(end_s - start_s for start_s, end_s in intervals)
+
+
+def _share(part_s: float, whole_s: float) -> float | None:
+    return part_s / whole_s if whole_s else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from atoll.core import events as ev
 from atoll.telemetry.event_log import ClosingSink, clock_at
-from atoll.telemetry.progress import RunningTotals
+from atoll.telemetry.run_progress import RunningTotals
 from atoll.telemetry.units import human_bytes, human_count, human_percent, human_time, perplexity, plural
 
 if TYPE_CHECKING:
@@ -28,14 +28,9 @@ _PHASES = {"train": TRAINING, "round": TRAINING, "resum": TRAINING, "warm": WARM
 
 
 class ConsoleSink(ClosingSink):
-    """Shows a run. Close it, or use it in a `with`, so that the terminal gets its cursor back.
+    """Shows a run under a title. Close it, or use it in a `with`, so that the terminal gets its cursor back.
 
-    Args:
-        title: the name of the run.
-        quiet: show nothing.
-        who: a description of what trains, where the number of islands is not enough.
-        console: where to write; standard error if None.
-        clock: seconds of real time.
+    `who` describes what trains, where the number of islands is not enough. Without a console it writes to standard error.
     """
 
     def __init__(
@@ -53,7 +48,7 @@ class ConsoleSink(ClosingSink):
         self._text = ""
         self._progress: ev.Progress | None = None  # the last one of training
         self._limiters: dict[type[ev.Event], RateLimiter] = {}
-        self._display = None if quiet else new_display(title, console, clock)
+        self._display = None if quiet else ProgressDisplay(title, console, clock)
 
     def emit(self, event: ev.Event) -> None:
         if self._display is None:
@@ -61,7 +56,10 @@ class ConsoleSink(ClosingSink):
         self._totals.take(event)
         match event:
             case ev.Progress():
-                self._advance(self._display, event)
+                phase = next((phase for prefix, phase in _PHASES.items() if event.phase.lower().startswith(prefix)), event.phase)
+                self._progress = event if phase == TRAINING else self._progress
+                text = event.note or (self._text if phase == TRAINING else "")
+                self._display.advance(phase, _fraction(event.done, event.total), text)
             case ev.RoundFinished():
                 self._text = round_text(event, self._totals)
                 self._display.advance(TRAINING, self._fraction_done(event), self._text)
@@ -74,7 +72,13 @@ class ConsoleSink(ClosingSink):
                 pass
         line = event_text(event, self._who)
         if line is not None:
-            self._log(self._display, type(event), line)
+            if type(event) not in self._limiters:
+                burst, interval_s = (1, 60.0) if isinstance(event, ev.Saved) else (20, 5.0)
+                self._limiters[type(event)] = RateLimiter(self._clock, burst=burst, interval_s=interval_s)
+            limiter = self._limiters[type(event)]
+            withheld = limiter.withheld
+            if limiter.allow():
+                self._display.log(line + (f" (and {withheld} more since the last such line)" if withheld else ""))
 
     def recall(self, events: Iterable[ev.Event]) -> None:
         """Continues the totals of an earlier process. Nothing is shown."""
@@ -86,11 +90,6 @@ class ConsoleSink(ClosingSink):
         if self._display is not None:
             self._display.close()
 
-    def _advance(self, display: ProgressDisplay, event: ev.Progress) -> None:
-        phase = next((phase for prefix, phase in _PHASES.items() if event.phase.lower().startswith(prefix)), event.phase)
-        self._progress = event if phase == TRAINING else self._progress
-        display.advance(phase, _fraction(event.done, event.total), event.note or (self._text if phase == TRAINING else ""))
-
     def _fraction_done(self, event: ev.RoundFinished) -> float | None:
         """With a hub, by the local updates of all workers, because each takes its own number of steps. Without RunStarted, as in a
         resumed run, by the last Progress."""
@@ -100,15 +99,6 @@ class ConsoleSink(ClosingSink):
                 return _fraction(progress.done, progress.total) if progress is not None else None
             return _fraction(event.local_updates, started.steps * started.islands)
         return _fraction(event.steps, started.steps if started is not None else progress.total if progress is not None else 0)
-
-    def _log(self, display: ProgressDisplay, kind: type[ev.Event], line: str) -> None:
-        if kind not in self._limiters:
-            burst, interval_s = (1, 60.0) if kind is ev.Saved else (20, 5.0)
-            self._limiters[kind] = RateLimiter(self._clock, burst=burst, interval_s=interval_s)
-        limiter = self._limiters[kind]
-        withheld = limiter.withheld
-        if limiter.allow():
-            display.log(line + (f" (and {withheld} more since the last such line)" if withheld else ""))
 
 
 def _fraction(done: float, total: float) -> float | None:
@@ -149,9 +139,8 @@ def event_text(event: ev.Event, who: str | None = None) -> str | None:
             return f"a new hub continues at {human_time(event.time_s)} from {source}; {lost}"
         case ev.Attended() if event.participating != event.alive or event.attempts > 1:
             again = f", at attempt {event.attempts}" if event.attempts > 1 else ""
-            return (
-                f"round {event.round}: {event.participating} of {event.alive} live islands committed ({event.known} known){again}"
-            )
+            of_all = f"{event.participating} of {event.alive} live islands committed ({event.known} known)"
+            return f"round {event.round}: {of_all}{again}"
         case ev.Arranged():
             how = "together in one batched pass" if event.how == "stacked" else "one after the other"
             return f"islands compute {how}: {event.why}"
@@ -166,12 +155,10 @@ def event_text(event: ev.Event, who: str | None = None) -> str | None:
         case ev.Saved():
             return f"round {event.round}: saved {event.name}"
         case ev.RunFinished():
-            cost = (
-                f"{human_bytes(event.sent_bytes_per_island)} sent per island, {human_time(event.time_s)} of {clock_at(event)} time"
-            )
-            busy = f", {human_percent(event.utilisation)} of it computing" if event.utilisation is not None else ""
             work = f"val loss {event.val_loss:.4g}, {event.rounds} rounds, {human_count(event.tokens)} tokens"
-            return f"finished: {work}, {cost}{busy}"
+            time = f"{human_time(event.time_s)} of {clock_at(event)} time"
+            busy = f", {human_percent(event.utilisation)} of it computing" if event.utilisation is not None else ""
+            return f"finished: {work}, {human_bytes(event.sent_bytes_per_island)} sent per island, {time}{busy}"
         case _:
             return None
 
@@ -214,34 +201,6 @@ def _metrics_text(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in named.items())
 
 
-class ProgressDisplay:
-    """Shows how far each phase is, and lines in between."""
-
-    def __init__(self, console: Console, title: str) -> None:
-        self._console, self._title = console, title
-
-    def advance(self, phase: str, fraction: float | None, text: str) -> None:
-        """`fraction` is None where the length of the phase is unknown."""
-
-    def finish(self, phase: str) -> None:
-        """The phase is complete. A phase that was never shown is ignored."""
-
-    def log(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        pass
-
-
-def new_display(title: str, console: Console | None = None, clock: WallClock = time.monotonic) -> ProgressDisplay:
-    """Bars on a terminal, plain lines elsewhere; on standard error if no console is given."""
-    from rich.console import Console
-
-    console = console or Console(stderr=True)
-    live = console.is_terminal and not console.is_dumb_terminal
-    return LiveBars(console, title, clock) if live else PlainLines(console, title, clock)
-
-
 class RateLimiter:
     """Allows a burst of lines, then one per interval, then one per fiftieth of the time passed.
 
@@ -269,46 +228,43 @@ class RateLimiter:
         return True
 
 
-class PlainLines(ProgressDisplay):
-    """For files and pipes: a line every tenth of a phase, and in between when the rate limit allows."""
+class ProgressDisplay:
+    """Shows how far each phase is, and lines in between, on standard error if no console is given.
 
-    def __init__(self, console: Console, title: str, clock: WallClock) -> None:
-        super().__init__(console, title)
-        self._limiter = RateLimiter(clock, burst=1, interval_s=5.0)
-        self._tenths: dict[str, int] = {}
+    On a terminal it draws one bar per phase in place, with the latest figures below and lines above. Elsewhere it writes a line
+    every tenth of a phase, and in between when the rate limit allows.
+    """
 
-    def advance(self, phase: str, fraction: float | None, text: str) -> None:
-        tenth = int(10 * fraction + 1e-9) if fraction is not None else 0
-        passed = tenth > self._tenths.get(phase, 0)
-        self._tenths[phase] = tenth
-        if self._limiter.allow() or passed:  # in this order: the line of a tenth counts for the limit
-            share = human_percent(fraction) if fraction is not None else "..."
-            self.log("  ".join(part for part in (f"{self._title}: {phase}", share, text) if part))
-
-
-class LiveBars(ProgressDisplay):
-    """For terminals: one bar per phase, redrawn in place, with the latest figures below and lines above."""
-
-    def __init__(self, console: Console, title: str, clock: WallClock) -> None:
+    def __init__(self, title: str, console: Console | None = None, clock: WallClock = time.monotonic) -> None:
+        from rich.console import Console
         from rich.live import Live
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-        super().__init__(console, title)
-        self._text = ""
-        self._bars = Progress(
+        self._console, self._title, self._text = console or Console(stderr=True), title, ""
+        self._tasks: dict[str, TaskID] = {}
+        self._tenths: dict[str, int] = {}
+        self._limiter = RateLimiter(clock, burst=1, interval_s=5.0)
+        columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             TaskProgressColumn(),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-            console=console,
-            get_time=clock,
-            auto_refresh=False,  # the Live below draws it
         )
+        self._bars = Progress(*columns, console=self._console, get_time=clock, auto_refresh=False)  # the Live below draws it
         # Standard output is not redirected: results go there, not among the bars on standard error.
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, redirect_stdout=False)
-        self._tasks: dict[str, TaskID] = {}
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, redirect_stdout=False)
+        self._plain = not self._console.is_terminal or self._console.is_dumb_terminal
 
     def advance(self, phase: str, fraction: float | None, text: str) -> None:
+        """`fraction` is None where the length of the phase is unknown."""
+        if self._plain:
+            tenth = int(10 * fraction + 1e-9) if fraction is not None else 0
+            passed = tenth > self._tenths.get(phase, 0)
+            self._tenths[phase] = tenth
+            if self._limiter.allow() or passed:  # in this order: the line of a tenth counts for the limit
+                share = human_percent(fraction) if fraction is not None else "..."
+                self.log("  ".join(part for part in (f"{self._title}: {phase}", share, text) if part))
+            return
         if phase not in self._tasks:
             self._live.start()
             self._tasks[phase] = self._bars.add_task(f"{self._title}: {phase}", total=None)
@@ -316,9 +272,13 @@ class LiveBars(ProgressDisplay):
         self._text = text
 
     def finish(self, phase: str) -> None:
+        """The phase is complete. A phase that was never shown is ignored."""
         if phase in self._tasks:
             self._bars.update(self._tasks[phase], total=1.0, completed=1.0)
             self._text = ""
+
+    def log(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()

@@ -11,11 +11,11 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import CaughtUp, Computed, Exchanged, IslandJoined, RunFinished, RunStarted, UpdateSkipped
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Lost
-from atoll.telemetry.console import event_text
-from atoll.telemetry.overlap import by_device, overlap_of, reports_overlap
+from atoll.telemetry.console_progress import event_text
 from atoll.telemetry.plots import run_figure
-from atoll.telemetry.progress import RunningTotals
 from atoll.telemetry.report import OVERLAP, render, section_lines
+from atoll.telemetry.run_progress import RunningTotals
+from atoll.telemetry.sync_summary import by_device, overlap_of, reports_overlap
 from atoll.telemetry.trace import write_trace
 from atoll.telemetry.units import human_bytes, human_count
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.events import Arrived, Computed, Dispatched, IslandJoined, IslandLeft, Refused, Returned, RoundFinished, RunStarted
-from atoll.telemetry.progress import RunningTotals
+from atoll.telemetry.run_progress import RunningTotals
 
 
 def started(islands: int) -> RunStarted:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +72,19 @@ class RunningTotals:
             case _:
                 pass
 
-    def utilisation(self, now_s: float) -> float | None:
-        """Mean over islands of computing time over time present; None where presence or work is unknown.
+    @property
+    def position(self) -> str:
+        """The last finished step, and of how many if that is known."""
+        total = "" if self.started is None else f" of {self.started.steps}"
+        return f"step {self.round.steps if self.round is not None else 0}{total}"
+
+    def utilisation(self, now_s: float | None = None) -> float | None:
+        """Mean over islands of computing time over time present, now or after the last round; None where either is unknown.
 
         A worker reports its work when it arrives. Until then its round counts at the speed of its last round.
         """
+        if now_s is None:
+            now_s = self.round.time_s if self.round is not None else 0.0
         present_s = dict(self._past_s)
         for island, since_s in self._since_s.items():
             present_s[island] = present_s.get(island, 0.0) + max(0.0, now_s - since_s)
@@ -120,42 +127,13 @@ class RunningTotals:
         return spent_s if step_s is None else min(spent_s, task.steps * step_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunProgress:
-    """How far a run is, finished or not. Unknown values are None."""
-
-    recipe: str
-    round: int | None  # the last round that all islands finished
-    steps: int
-    steps_total: int | None
-    tokens: int
-    val_loss: float | None
-    virtual_time_s: float | None
-    wall_time_s: float | None  # None under a virtual clock
-    utilisation: float | None
-    finished: bool
-
-
-def read_progress(folder: str | Path) -> RunProgress:
-    """The progress of the run in a folder, which must hold run.json; the log may be empty or missing."""
-    folder = Path(folder)
-    run, totals = read_settings(folder), RunningTotals()
-    if (folder / "events.jsonl").exists():
-        for event in read_events(folder / "events.jsonl"):
-            totals.take(event)
-    start, last, evaluation = totals.started, totals.round, totals.evaluation
-    return RunProgress(
-        recipe=start.recipe if start else str(run.get("recipe", folder.name)),
-        round=last.round if last else None,
-        steps=last.steps if last else 0,
-        steps_total=start.steps if start else None,
-        tokens=last.tokens if last else 0,
-        val_loss=evaluation.metrics.get("loss") if evaluation else None,
-        virtual_time_s=last.virtual_time_s if last else None,
-        wall_time_s=last.wall_time_s if last else None,
-        utilisation=totals.utilisation(last.time_s) if last else None,
-        finished=totals.finished is not None,
-    )
+def read_progress(folder: str | Path) -> RunningTotals:
+    """How far the run in a folder is, finished or not. The folder must hold run.json; the log may be empty or missing."""
+    read_settings(folder)
+    totals, log = RunningTotals(), Path(folder) / "events.jsonl"
+    for event in read_events(log) if log.exists() else ():
+        totals.take(event)
+    return totals
 
 
 def read_settings(folder: str | Path) -> dict[str, Any]:
