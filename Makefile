@@ -24,7 +24,7 @@ demo: $(STAMP)
 	$(BIN)/atoll compare demo-ddp demo-diloco demo-async demo-acco
 
 test: $(STAMP) lint types
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests

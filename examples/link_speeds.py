@@ -7,7 +7,7 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 import atoll
-from atoll.engines.warm_start import Cache
+from atoll.engines.warm_start_training import Cache
 
 STEPS = 10
 model = atoll.GPT(layers=1, width=64, heads=2, head_size=32)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 import atoll
-from atoll.engines.warm_start import Cache
+from atoll.engines.warm_start_training import Cache
 
 STEP_S, STEPS = 0.1, 10  # seconds that a device computes on its batch; inner steps per DiLoCo round
 links = {

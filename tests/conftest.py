@@ -4,12 +4,13 @@ background by a shell, which has it ignored."""
 
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from atoll.testing.processes import processes
+from atoll.testing.processes import ProcessPool
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,14 +33,14 @@ def _importable():
 
 @pytest.fixture(scope="session")
 def four(_importable):
-    with processes(4) as together:
+    with closing(ProcessPool(4)) as together:
         yield together
 
 
 @pytest.fixture
 def fresh_four(_importable):
     """Four that have done nothing yet: torch keeps meshes of devices in mind, and with them groups that are no more."""
-    with processes(4) as together:
+    with closing(ProcessPool(4)) as together:
         yield together
 
 
@@ -63,6 +64,16 @@ def pytest_configure(config):
 def pytest_itemcollected(item):
     """Before anything is deselected: a test that is not asked for today is still seen."""
     item.config.stash[COLLECTED].add(item.path)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist: what it collected goes to the controller
+        session.config.workeroutput["collected"] = [str(path) for path in session.config.stash[COLLECTED]]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[COLLECTED].update(map(Path, getattr(node, "workeroutput", {}).get("collected", ())))
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from atoll.data.partition import Dirichlet as Dirichlet
     from atoll.data.partition import KMeans as KMeans
     from atoll.data.text import Text as Text
-    from atoll.engines.driver import Result as Result
-    from atoll.engines.driver import resume as resume
-    from atoll.engines.driver import run as run
     from atoll.engines.elastic.spec import Elastic as Elastic
     from atoll.engines.processes.spec import Processes as Processes
     from atoll.engines.ray.spec import Ray as Ray
-    from atoll.engines.simulator.replay import replay_run as replay_run
+    from atoll.engines.run_driver import Result as Result
+    from atoll.engines.run_driver import resume as resume
+    from atoll.engines.run_driver import run as run
+    from atoll.engines.simulator.log_replay import replay_run as replay_run
     from atoll.engines.simulator.spec import Simulator as Simulator
-    from atoll.loop.islands import Islands as Islands
-    from atoll.loop.islands import islands as islands
-    from atoll.loop.process_groups import join as join
+    from atoll.loop.context_manager import Islands as Islands
+    from atoll.loop.context_manager import islands as islands
+    from atoll.loop.topology import join as join
     from atoll.models.gpt import GPT as GPT
     from atoll.models.mlp import MLP as MLP
     from atoll.models.pretrained import Pretrained as Pretrained
@@ -95,9 +95,9 @@ _HOME = {
     "Outage": "atoll.runs.cluster",
     "AtollError": "atoll.core.errors",
     "ConfigError": "atoll.core.errors",
-    "Islands": "atoll.loop.islands",
-    "islands": "atoll.loop.islands",
-    "join": "atoll.loop.process_groups",
+    "Islands": "atoll.loop.context_manager",
+    "islands": "atoll.loop.context_manager",
+    "join": "atoll.loop.topology",
     "GPT": "atoll.models.gpt",
     "MLP": "atoll.models.mlp",
     "Pretrained": "atoll.models.pretrained",
@@ -113,16 +113,16 @@ _HOME = {
     "Nesterov": "atoll.optim.sgd",
     "DelayCompensation": "atoll.optim.staleness",
     "Polynomial": "atoll.optim.staleness",
-    "Result": "atoll.engines.driver",
-    "resume": "atoll.engines.driver",
-    "run": "atoll.engines.driver",
+    "Result": "atoll.engines.run_driver",
+    "resume": "atoll.engines.run_driver",
+    "run": "atoll.engines.run_driver",
     "export": "atoll.runs.export",
     "load_exported": "atoll.runs.export",
     "Elastic": "atoll.engines.elastic.spec",
     "Processes": "atoll.engines.processes.spec",
     "Simulator": "atoll.engines.simulator.spec",
     "Ray": "atoll.engines.ray.spec",
-    "replay_run": "atoll.engines.simulator.replay",
+    "replay_run": "atoll.engines.simulator.log_replay",
     "Keep": "atoll.runs.run",
     "Run": "atoll.runs.run",
     "Train": "atoll.runs.run",

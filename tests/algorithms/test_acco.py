@@ -12,7 +12,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Evaluated, Exchanged
 from atoll.core.flat_tree import Tree, trainable
-from atoll.engines.replicated_state import donated
+from atoll.engines.state_ownership import donated
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine, at
 from atoll.optim.sgd import SGD
@@ -263,6 +263,9 @@ def test_going_on_from_other_weights_drops_the_waiting_half_and_counts_it():
 
 class NoRate:
     """A rule without a learning rate."""
+
+    def __repr__(self):
+        return "NoRate()"
 
     def init(self, params):
         return None

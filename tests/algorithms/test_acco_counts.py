@@ -13,7 +13,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.core.config.overrides import override
 from atoll.core.events import Computed, RoundFinished, UpdateSkipped
 from atoll.core.flat_tree import Tree
-from atoll.engines import driver
+from atoll.engines import run_driver
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
@@ -182,7 +182,7 @@ def test_a_run_folder_is_resumed_with_its_waiting_halves_to_the_byte(tmp_path):
     settings = [*SMALL, "train.steps=6", "train.warm_start_steps=2", "keep.evaluate_every=2", "keep.save_every=2"]
     run = override(recipes.demo_ddp(), [*settings, "keep.checkpoints=9"], candidates)
     run = replace(run, algorithm=ACCO(batch="free", clock="samples", wire="bf16", sums="fp32"))
-    whole = driver.run(run, out=tmp_path / "run")
+    whole = run_driver.run(run, out=tmp_path / "run")
 
     def left():
         return (whole.folder / "events.jsonl").read_bytes(), (whole.folder / "final.safetensors").read_bytes()
@@ -192,5 +192,5 @@ def test_a_run_folder_is_resumed_with_its_waiting_halves_to_the_byte(tmp_path):
     for checkpoint in saved[1:]:
         shutil.rmtree(checkpoint)
     (whole.folder / "final.safetensors").unlink()
-    assert driver.resume(whole.folder).summary.resumed_from_round == int(saved[0].name)
+    assert run_driver.resume(whole.folder).summary.resumed_from_round == int(saved[0].name)
     assert left() == before

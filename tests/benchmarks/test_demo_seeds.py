@@ -1,21 +1,22 @@
-"""The demo over several seeds, and the baseline at other rates."""
+"""The demo over seeds, and the baseline at other rates."""
 
 
-def test_demo_seeds_leaves_a_record_and_goes_on_from_it(b, small, lines_of, tmp_path, capsys):
-    arguments = ["--seeds", "0", "1", "--record", str(tmp_path), "--quiet", *(part for each in small for part in ("--set", each))]
+def test_demo_seeds_writes_a_record_and_repeats_no_cell(b, small_settings, lines_of, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- demo_table:begin -->\n<!-- demo_table:end -->\n")
+    arguments = ["--seeds", "0", "--processes", "1", "--record", str(tmp_path), "--docs", str(page), "--quiet", *small_settings()]
     b.demo_seeds.main(arguments)
     readme, cells = (tmp_path / "README.md").read_text(), lines_of(tmp_path)
-    assert len(cells) == 2 * (2 + 2)  # two recipes, and two rates besides the recipe's own
-    assert "demo-diloco: " in readme
-    assert "1/20" in readme
-    assert "(the recipe's)" in readme
-    assert "verdict" in capsys.readouterr().out
+    assert len(cells) == 2 + 1 + 2  # two recipes, one island, and two more rates
+    assert "demo-diloco: " in capsys.readouterr().out
     b.demo_seeds.main(arguments)
     assert lines_of(tmp_path) == cells
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")][1:]
+    assert [row[0].split(":")[0] for row in rows] == ["| one island alone, 1/4 of the tokens", "| DDP", "| DiLoCo"]
     assert (tmp_path / "README.md").read_text() == readme
 
 
-def test_another_rate_changes_the_baseline_and_not_its_warm_start(b):
+def test_another_rate_changes_the_baseline_but_not_its_warm_start(b):
     own, other = (b.demo_seeds.rate_row(rate, ()).run(0) for rate in (b.demo_seeds.own_rate(()), 0.5))
     assert other.optimizer == own.optimizer
     assert other.algorithm.optimizer.lr.lr == 0.5

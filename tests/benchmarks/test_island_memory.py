@@ -1,4 +1,4 @@
-"""One island's memory is what the papers' formulas say; the tracker sees every storage; echo peers use a real engine's buffers."""
+"""One island's memory equals the papers' formulas; the tracker counts every storage; echo peers use a real engine's buffers."""
 
 import pytest
 import torch

@@ -1,10 +1,10 @@
-"""A soak in which islands are killed: what is right and what is wrong with its figures."""
+"""The soak with kills: its checks, tables and plot."""
 
 import pytest
 
 
-def stormy(**changes):
-    """A cell of a soak of two minutes, in which everything is as it should be, but for what is changed."""
+def soak_cell(**changes):
+    """A cell of a soak of two minutes in which all checks hold, with these changes."""
     report = {
         "commits": 3,
         "attempts": 3,
@@ -26,12 +26,12 @@ def stormy(**changes):
     return {**cell, "report": {**report, **changes}}
 
 
-def holding(b, broken, alone=None):
-    return [holds for _, _, holds in b.soak.checks(broken, alone or stormy(), b.soak_run.Soak(minutes=2.0))]
+def checks(b, faulty, calm=None):
+    return [holds for _, _, holds in b.soak.checks(faulty, calm or soak_cell(), b.soak_run.Soak(minutes=2.0))]
 
 
-def test_a_soak_in_which_all_is_well_holds_and_what_comes_after_the_storm_does_not_count(b):
-    assert holding(b, stormy()) == [True] * 5
+def test_all_checks_hold_and_commits_after_the_faults_do_not_count(b):
+    assert checks(b, soak_cell()) == [True] * 5
 
 
 @pytest.mark.parametrize(
@@ -39,30 +39,30 @@ def test_a_soak_in_which_all_is_well_holds_and_what_comes_after_the_storm_does_n
     [
         ({"apart": ["island-0001 held something else"]}, 0),
         ({"compared": 0}, 0),
-        ({"compared": 13}, 0),  # of 15 who took part, one of which may have been killed before it wrote it down
+        ({"compared": 13}, 0),  # of 15 participations, one of which may have been killed before it logged its digest
         ({"data": ["shard 0: batches 0 to 10 are in no commit"]}, 3),
         ({"loss": 2.56}, 4),
     ],
 )
-def test_what_a_soak_finds_wrong_is_told_from_what_is_right(b, changes, number):
-    assert [at for at, holds in enumerate(holding(b, stormy(**changes))) if not holds] == [number]
+def test_each_violation_fails_its_own_check(b, changes, number):
+    assert [at for at, holds in enumerate(checks(b, soak_cell(**changes))) if not holds] == [number]
 
 
-def test_shares_of_a_soak_are_of_its_storm(b):
-    late = {**stormy(), "attended": [[0.0, 8, 8, 6, 2, "a"], [100.0, 8, 8, 6, 1, "b"]]}
-    assert holding(b, late) == [True, False, False, True, True]
+def test_shares_are_of_the_commits_during_the_faults(b):
+    late = {**soak_cell(), "attended": [[0.0, 8, 8, 6, 2, "a"], [100.0, 8, 8, 6, 1, "b"]]}
+    assert checks(b, late) == [True, False, False, True, True]
 
 
-def test_losses_after_other_numbers_of_tokens_are_not_compared(b):
-    assert holding(b, stormy(), {**stormy(), "tokens": 98})[4] is False
+def test_losses_at_different_tokens_fail_their_check(b):
+    assert checks(b, soak_cell(), {**soak_cell(), "tokens": 98})[4] is False
 
 
-def test_a_soaks_kills_are_its_seeds_and_its_tables_and_plot_are_drawn(b, tmp_path):
+def test_the_seed_determines_the_kills_and_tables_and_plot_are_written(b, tmp_path):
     soak = b.soak_run.Soak()
     assert soak.script == b.soak_run.Soak().script != b.soak_run.Soak(seed=1).script
     assert len(soak.script.faults) == 29
     assert {type(one.fault).__name__ for one in b.soak_run.Soak(kinds=("Kill", "Freeze")).script.faults} == {"Kill", "Freeze"}
-    outcome, figures = b.soak.sections_of(stormy(), stormy(), soak)
+    outcome, figures = b.soak.sections_of(soak_cell(), soak_cell(), soak)
     assert "| every unit of data in exactly one commit | 24 units, each in one commit; 1 leased again | yes |" in outcome
-    assert "(median, most) | 9.0, 9.0 | - |" in figures
-    assert b.soak.save_figure(b.soak.figure, {"with kills": stormy(), "left alone": stormy()}, tmp_path / "plot.png").exists()
+    assert "(median, maximum) | 9.0, 9.0 | - |" in figures
+    assert b.soak.save_figure(b.soak.figure, {"with kills": soak_cell(), "left alone": soak_cell()}, tmp_path / "plot.png").exists()

@@ -1,4 +1,4 @@
-"""Intervals and verdicts: what seeds share does not hide a difference, and one seed gives none."""
+"""Intervals and verdicts over seeds."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def test_the_interval_is_the_paired_t_interval(b, ours):
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), rel=2e-3)
 
 
-def test_what_all_seeds_share_does_not_hide_a_difference(b):
+def test_a_seed_effect_does_not_hide_a_difference(b):
     ours, theirs = b.seed_statistics.Sample((1.0, 5.0, 9.0)), b.seed_statistics.Sample((1.1, 5.1, 9.11))
     assert b.seed_statistics.verdict(b.seed_statistics.difference(ours, theirs)) == "lower"
     assert b.seed_statistics.verdict(b.seed_statistics.difference(theirs, ours)) == "higher"
@@ -24,17 +24,17 @@ def test_one_seed_gives_no_verdict(b):
     assert b.seed_statistics.verdict(b.seed_statistics.difference(one, two)) == "one seed"
 
 
-def test_rows_with_one_seed_are_judged_by_what_rows_of_several_scatter(b):
+def test_rows_with_one_seed_are_judged_by_the_scatter_of_rows_with_several(b):
     spread = b.seed_statistics
     figures = [spread.Sample((1.0, 2.0, 3.0)), spread.Sample((2.0, 3.0, 4.0))]
-    assert spread.scatter(figures).std == pytest.approx(0.0), "rows that differ by the same in every seed do not scatter"
+    assert spread.scatter(figures).std == pytest.approx(0.0), "rows with the same difference in every seed have no scatter"
     assert spread.scatter(figures[:1]) is None
     found = spread.Scatter(0.1, 2).about([(1.0, 5.0), (-1.0, 4.0)])
     assert (found.value, found.high) == (1.0, pytest.approx(1.0 + 4.303 * 0.1 * 2**0.5))
     assert spread.Scatter(0.1, 2).resolution == pytest.approx(4.303 * 0.1 * 2**0.5)
 
 
-def test_all_rows_of_the_same_work_tell_the_scatter_and_those_of_one_run_tell_it_once(b, small):
+def test_the_scatter_is_of_rows_with_the_same_model_and_text_and_counts_a_run_once(b, small):
     def row(*settings):
         return b.cells.Row(recipe="demo-ddp", base=tuple(small), settings=settings)
 

@@ -11,7 +11,7 @@ import pytest
 
 from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
-from atoll.data.corpus import Document, open_corpus
+from atoll.data.document_sources import Document, open_corpus
 from atoll.data.instructions import load_model_tokenizer
 from atoll.data.partition import KMeans
 from atoll.data.text import Text

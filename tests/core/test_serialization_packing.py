@@ -123,7 +123,9 @@ def test_a_shard_keeps_its_place_in_the_whole():
 def test_shards_of_another_number_of_islands_come_only_if_asked_for():
     packed, like = pack(tree().shard(0, 2)), tree().shard(0, 3)
     assert unpack(packed, like, check_layout=False).equal(tree().shard(0, 2))
-    with pytest.raises(CheckpointError, match=r"a Tree with Piece.*instead of Piece.*another run.*Resume with the settings"):
+    with pytest.raises(
+        CheckpointError, match=r"a Tree of another layout \(.*Piece.* and Piece.*another run.*Resume with the settings"
+    ):
         unpack(packed, like)
 
 
@@ -162,8 +164,10 @@ def test_names_with_dots_do_not_collide():
         ({"outer": Momentum(torch.ones(1), 0)}, r"outer\.velocity is a Tree in the checkpoint, where this run has tensor"),
         ({"outer": Momentum(tree(), "x")}, r"outer\.step is 7 in the checkpoint, where this run has 'x'"),
         ({"outer": Momentum(tree(), True)}, r"outer\.step is 7 in the checkpoint, where this run has True"),
-        ({"outer": Momentum(Tree.of({"w": torch.ones(1)}), 0)}, r"outer\.velocity is a Tree with Piece.*instead of Piece"),
-        ({"outer": Momentum(Tree.of({"w": torch.zeros(2, 3)}), 0)}, r"outer\.velocity is a Tree with 3 pieces instead of 1"),
+        (
+            {"outer": Momentum(Tree.of({"w": torch.zeros(2, 3)}), 0)},
+            r"outer\.velocity is a Tree of another layout \(.*are in one of them only",
+        ),
         ({"extra": (1,)}, r"extra is a list in the checkpoint, where this run has \(1,\)"),
         ({"extra": [{}]}, r"extra\.0 is a tensor in the checkpoint, where this run has \{\}"),
         ({"extra": [None, 5]}, r"extra\.1 is a dictionary in the checkpoint, where this run has 5"),

@@ -51,7 +51,7 @@ def test_the_small_variant_has_one_cluster_per_class_and_is_evaluated_on_all_of_
     assert (small.inputs.shape, small.inputs.dtype) == ((4096, 512), torch.float32)
     assert (small.labels.shape, small.labels.dtype) == ((4096,), torch.int64)
     assert small.centres.shape == (4, 512)
-    inputs, labels = small.open(4, 32, 0).evaluation
+    inputs, labels = small.open(4, 32, 0).validation
     assert torch.equal(inputs, small.inputs)
     assert torch.equal(labels, small.labels)
 
@@ -115,13 +115,13 @@ def test_every_shard_is_a_sample_of_the_whole(small):
 
 def test_a_model_is_evaluated_on_different_points_of_the_training_set(little):
     data = little.open(2, 8, 0)
-    inputs, labels = data.evaluation
+    inputs, labels = data.validation
     assert inputs.shape == (50, 16)
     known = {row.numpy().tobytes(): int(label) for row, label in zip(little.inputs, little.labels, strict=True)}
     chosen = {row.numpy().tobytes(): int(label) for row, label in zip(inputs, labels, strict=True)}
     assert len(chosen) == 50
     assert chosen.items() <= known.items()
-    assert torch.equal(little.open(3, 4, seed=9).evaluation[0], inputs), "neither shards nor the run's seed choose others"
+    assert torch.equal(little.open(3, 4, seed=9).validation[0], inputs), "neither shards nor the run's seed choose others"
 
 
 # ------------------------------------------------------------------------------------------------------------------ batches

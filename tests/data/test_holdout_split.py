@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
-from atoll.data.corpus import Document
+from atoll.data.document_sources import Document
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, plan_split, split_documents
 
 

@@ -110,7 +110,7 @@ def test_evaluation_uses_at_most_eval_examples_and_only_those_with_targets(spec,
     ("change", "message"),
     [
         ({"max_len": 1}, r"max_len=1: an example has at least 2 tokens"),
-        ({"eval_examples": 0}, r"eval_examples=0: a model is evaluated on at least 1"),
+        ({"eval_examples": 0}, r"eval_examples=0: at least 1"),
         ({"shards": 0}, r"shards=0: there is at least 1 shard"),
         ({"validation_fraction": 1.0}, r"validation_fraction=1.0 must lie between"),
         ({"learn": "prompt"}, r"learn='prompt' is none of 'all', 'answer'"),

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from atoll.core.errors import ConfigError, DataError
-from atoll.data.corpus import Document
+from atoll.data.document_sources import Document
 from atoll.data.instructions import (
     IGNORED_LABEL,
     InstructionRecord,

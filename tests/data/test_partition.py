@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError, DataError
-from atoll.data.corpus import Document
+from atoll.data.document_sources import Document
 from atoll.data.partition import IID, ByDomain, Dirichlet, KMeans, Partition
 from atoll.data.token_batches import TokenExamples
 from atoll.data.token_store import encode_in_memory

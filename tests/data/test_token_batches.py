@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.protocols import Batches
-from atoll.data.corpus import Document
+from atoll.data.document_sources import Document
 from atoll.data.partition import IID
 from atoll.data.shuffled_epochs import Indices
 from atoll.data.token_batches import TokenBatches, TokenExamples, validation_batches
@@ -206,7 +207,7 @@ def test_too_little_validation_text_is_refused_with_the_numbers():
 @pytest.mark.parametrize("fits", [True, False])
 def test_batches_read_ahead_are_those_read_one_by_one(gather_bytes: int, fits: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("atoll.data.token_batches._GATHER_BYTES", gather_bytes)
-    monkeypatch.setattr("atoll.data.token_batches.DeviceExamples._fits", lambda self: fits)
+    monkeypatch.setattr("atoll.data.token_store._upload_limit", lambda device: math.inf if fits else 0)
     batches = batches_of(10, batch_size=3)
     ahead = list(batches.ahead(0, 2, 7, "cpu"))
     assert len(ahead) == 7
@@ -217,8 +218,10 @@ def test_batches_read_ahead_are_those_read_one_by_one(gather_bytes: int, fits: b
 
 def test_tokens_are_uploaded_once_for_all_readers():
     text = tokens_of(70)
-    assert text.upload("cpu").data_ptr() == text.upload("cpu").data_ptr()
-    assert text.upload("cpu").tolist() == text.ids.tolist()
+    uploaded = text.on_device("cpu")
+    assert uploaded is not None
+    assert uploaded is text.on_device("cpu")
+    assert uploaded.tolist() == text.ids.tolist()
 
 
 # -------------------------------------------------------------------------------------------------------------- examples

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError, DataError
-from atoll.data.corpus import Document
+from atoll.data.document_sources import Document
 from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
 
 TEXTS = ["the cat sat on the mat\n" * 20, "def f(x):\n    return x + x\n" * 20, "naïve café — 東京 🙂\n" * 5]

@@ -6,7 +6,7 @@ import torch
 from atoll.core.chunked_elementwise import CHUNK
 from atoll.core.errors import TreeDonated
 from atoll.core.flat_tree import Tree
-from atoll.core.pytree import trees
+from atoll.core.nested_trees import trees
 from atoll.optim.adam import AdamW
 from atoll.optim.chunked_step import preview, step
 from atoll.optim.schedules import Cosine

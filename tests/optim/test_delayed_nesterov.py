@@ -9,8 +9,8 @@ from torch import Tensor
 from atoll.core.chunked_elementwise import CHUNK
 from atoll.core.errors import ConfigError, TreeDonated
 from atoll.core.flat_tree import Tree, free_buffer_pool
+from atoll.core.nested_trees import trees
 from atoll.core.protocols import Rule
-from atoll.core.pytree import trees
 from atoll.engines.simulator.collectives import weighted_mean
 from atoll.optim.adam import AdamW
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atoll.core.flat_tree import Tree
-from atoll.core.pytree import trees_in, with_trees
+from atoll.core.nested_trees import trees_in, with_trees
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.in_place import InPlaceRule
 from atoll.optim.sgd import SGD, Momentum, Nesterov

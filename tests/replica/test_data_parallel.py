@@ -109,7 +109,7 @@ class Drifting(Regression):
 
 def test_all_devices_compute_with_the_first_ones_buffers_and_mixed_precisions_add_up():
     many, losses = trained(Drifting(hidden=6), 2)
-    assert [float(copy.module.drift) for copy in many._data_parallel._copies] == [float(many.weights.module.drift)]
+    assert [float(copy.module.drift) for copy in many._data_parallel.copies] == [float(many.weights.module.drift)]
     assert float(many.weights.module.drift) == pytest.approx(1.2)
     one, expected = trained(Drifting(hidden=6), 1)
     assert losses.losses == pytest.approx(expected.losses, abs=1e-5)

@@ -12,7 +12,7 @@ from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import WSD, Constant, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.replica.evaluator import Evaluator
-from atoll.replica.forward_backward import batch_length, two_examples
+from atoll.replica.forward_backward import two_examples
 from atoll.replica.local_replica import LocalReplica, RoundStart
 from atoll.testing.simulated_runs import Regression
 
@@ -113,21 +113,21 @@ def test_a_resumed_replica_has_the_bits_of_one_that_was_not_stopped(dropout):
     second.restore(first.state())
     second.train(8, work(12))
     assert second.params().equal(straight.params())
-    assert straight.draws_randomness == (dropout > 0)
+    assert straight.traits.draws_randomness == (dropout > 0)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_probe_uses_two_examples_and_the_plain_loss(micro_batches):
     class Counts(Regression):
         def loss(self, module, batch):
-            seen.append(batch_length(batch))
+            seen.append(len(batch[0]))
             return super().loss(module, batch)
 
     seen = []
     compiled = Regression(hidden=6, dropout=0.5).loss
     replica = LocalReplica(Counts(hidden=6, dropout=0.5), optimizer=SGD(lr=0.1), loss=compiled, micro_batches=micro_batches)
     replica.train(2, work())
-    assert replica.draws_randomness
+    assert replica.traits.draws_randomness
     assert seen == [2]
 
 
@@ -142,7 +142,7 @@ def test_batches_whose_tensors_do_not_all_count_examples_are_tried_whole():
     alike, packed = {"x": torch.zeros(8, 3), "y": torch.zeros(8)}, {"tokens": torch.zeros(30), "ends": torch.zeros(4)}
     assert [part.shape[0] for part in two_examples(alike).values()] == [2, 2]
     assert two_examples(packed) is packed
-    assert batch_length(two_examples(torch.zeros(1, 3))) == 1
+    assert len(two_examples(torch.zeros(1, 3))) == 1
 
 
 def test_an_island_holds_weights_gradients_and_two_moments():

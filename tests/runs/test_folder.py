@@ -153,7 +153,7 @@ def test_the_commit_is_that_of_our_own_checkout():
 
 def test_a_resume_is_noted_after_the_start(tmp_path):
     folder = made(tmp_path)
-    folder.resumed(["atoll", "run", "--resume", "here"])
+    folder.append_source("resumed", ["atoll", "run", "--resume", "here"])
     first, second = blocks(folder)
     assert first["command"] == "atoll run diloco --set 'data.corpus=my corpus'"
     assert second["command"] == "atoll run --resume here"

@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 
 def text(folder, prompt="2+2=", *, tokens=8, temperature=1.0, top_k=None, seed=0):
-    return "".join(generate(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))
+    return generate(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
 
 
 def test_it_goes_on_from_the_prompt_and_the_seed_decides_how(folder):

@@ -15,7 +15,7 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.overrides import override
-from atoll.core.config.settings import describe
+from atoll.core.config.setting_paths import describe
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Plan, Rebases, Rule
 from atoll.data.gaussians import Gaussians

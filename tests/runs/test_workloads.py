@@ -77,9 +77,9 @@ def test_the_loss_is_the_cross_entropy(points):
 
 def test_a_model_is_judged_by_the_mean_over_points_and_by_how_many_it_tells_right(points):
     """Also where the last batch is a smaller one: 1,000 points are three batches of 256 and one of 232."""
-    loaded = replace(points, gaussians=replace(points.gaussians, eval_examples=1000))
+    loaded = replace(points, settings=replace(points.settings, eval_examples=1000))
     workload = single_shard_workload(TOY, loaded)
-    module, (inputs, labels) = workload.module(), workload.data.evaluation
+    module, (inputs, labels) = workload.module(), workload.validation
     with torch.no_grad():
         measures, scores = workload.evaluate(module), module(inputs)
     assert measures["loss"] == pytest.approx(F.cross_entropy(scores, labels).item(), rel=1e-6)
@@ -90,18 +90,18 @@ def test_weights_and_order_have_the_runs_seed_and_points_their_own(points):
     one, two = (single_shard_workload(replace(TOY, seed=seed), points) for seed in (0, 1))
     assert not Tree.of(one.module()).equal(Tree.of(two.module()))
     assert not torch.equal(one.batches.batch(0, 0)[1], two.batches.batch(0, 0)[1])
-    assert torch.equal(one.data.evaluation[0], two.data.evaluation[0])
+    assert torch.equal(one.validation[0], two.validation[0])
 
 
 @pytest.mark.parametrize(("shards", "expected"), [(None, 4), (2, 2), (9, 9)])
-def test_points_are_dealt_to_as_many_shards_as_asked(shards, expected, points):
+def test_points_are_partitioned_into_as_many_shards_as_asked(shards, expected, points):
     run = replace(TOY, data=replace(TOY.data, shards=shards))
     assert sharded_workload(run, points, Tree.of({})).batches.num_shards == expected
     assert single_shard_workload(run, points).batches.num_shards == 1
 
 
 @pytest.mark.parametrize(("shards", "expected"), [("none", 3), ("2", 2), ("5", 5)])
-def test_text_is_dealt_to_as_many_shards_as_asked(shards, expected):
+def test_text_is_partitioned_into_as_many_shards_as_asked(shards, expected):
     settings = [*SMALL, "train.steps=20", "cluster.islands=3", f"data.shards={shards}"]
     run = override(recipes.demo_diloco(), settings, candidates).resolved
     assert sharded_workload(run, run.data.load(), Tree.of({})).batches.num_shards == expected
@@ -114,8 +114,8 @@ def test_the_fingerprint_is_of_what_is_read_and_a_users_own_workload_has_none(po
     assert data_fingerprint(Regression()) is None
 
 
-def test_a_runs_habits_reach_its_replicas(points):
-    """Two rounds of five steps: with both habits the second begins like one of a new replica, at the schedule's peak."""
+def test_replicas_follow_fresh_optimizer_and_peak_first(points):
+    """Two rounds of five steps: with both settings the second begins like one of a new replica, at the schedule's peak."""
     run = toy("train.fresh_optimizer=true", "train.peak_first=true").resolved
     workload = single_shard_workload(run, points)
     assert isinstance(workload, ToyWorkload)
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_other_points_is_refused(straight, tmp_path):
 
 def test_a_toy_run_writes_no_text(straight):
     with pytest.raises(ConfigError, match=r"trained an MLP on Gaussians: there is no text to write"):
-        next(generate(straight.folder, "Island", tokens=5, temperature=1.0, top_k=None, seed=0))
+        generate(straight.folder, "Island", tokens=5, temperature=1.0, top_k=None, seed=0)
 
 
 def test_more_islands_than_points_leave_no_folder(tmp_path):

@@ -23,7 +23,7 @@ from atoll.optim.sgd import SGD
 from atoll.replica.flat_parameters import trainable_weights
 from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
-from atoll.runs.workloads import FinetuningWorkload, data_fingerprint, sharded_workload, single_shard_workload
+from atoll.runs.workloads import data_fingerprint, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import read_events
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 
@@ -120,7 +120,7 @@ def test_a_batch_with_nothing_to_learn_has_loss_0_and_gradient_0(workload):
 def test_a_model_is_judged_by_the_mean_over_all_held_out_tokens(workload):
     module = workload.module().eval()
     with torch.no_grad():
-        parts = [(workload.loss(module, batch).item(), workload.batches.tokens(batch)) for batch in workload.data.validation]
+        parts = [(workload.loss(module, batch).item(), workload.batches.tokens(batch)) for batch in workload.validation]
         measured = workload.evaluate(module)
     total = sum(tokens for _, tokens in parts)
     assert measured == {"loss": pytest.approx(sum(loss * tokens for loss, tokens in parts) / total, rel=1e-6)}
@@ -251,7 +251,9 @@ def test_examples_longer_than_the_model_reads_leave_no_folder(finetuning, tmp_pa
 
 
 def test_another_models_tokenizer_is_refused(workload):
-    beyond = FinetuningWorkload(workload.model, replace(workload.data, largest_id=999))
+    encoded = workload.data.train
+    foreign = replace(encoded, ids=encoded.ids.clip(min=999))
+    beyond = replace(workload, data=replace(workload.data, train=foreign))
     with pytest.raises(ConfigError, match=r"hold the token 999, and the model in .* has 257"):
         beyond.module()
 

@@ -3,9 +3,9 @@
 Nabli, Fournier, Erbacher, Serrano, Belilovsky and Oyallon, "ACCO: Accumulate While You Communicate for Communication-Overlapped
 Sharded LLM Training", arXiv 2406.02613.
 
-A batch has two halves. The gradients of the first half are on their way (reduce-scatter, a sharded step, all-gather) while those of
-the second are computed: the result is an estimate of the next weights, from half a batch. Then both halves together are on
-their way, which gives the next weights themselves, while the first half of the next batch is computed at the estimate. Estimate
+A batch has two halves. Islands exchange the gradients of the first half (reduce-scatter, a sharded step, all-gather) while they
+compute those of the second: the result is an estimate of the next weights, from half a batch. Then they exchange both halves
+together, which gives the next weights themselves, while they compute the first half of the next batch at the estimate. Estimate
 and commit start from the same weights and the same optimizer state; the estimate's new state is thrown away as it is made.
 
     paper   theta_t        theta~_t+1   s_t               g~_t, N~_t     g_t + g~_t, N_t + N~_t    Opt
@@ -16,7 +16,7 @@ With `batch="free"` an island computes further micro-batches until its exchange 
 none is idle. Per update it sends twice what ZeRO-1 sends. With a fixed batch an update takes max(c, 2m), where computing takes c
 and an exchange m, and ZeRO-1 takes c + m: ACCO pays while the exchange is the shorter of the two. DiLoCo is for longer ones.
 
-    paper   the first estimate comes of one micro-batch    the rate ticks by micro-batches (released code: hardly at all)
+    paper   the first estimate is that of one micro-batch  the rate ticks by micro-batches (released code: hardly at all)
     here    of a half, computed before anything is sent    by commits, or by samples: `clock`
 """
 
@@ -43,7 +43,7 @@ class ACCOState:
     committed: float = shared()
     """Weight of all gradients in commits so far: micro-batches, or tokens."""
     first: Gradient | None = own(donated=True)
-    """The first half of the next batch, computed while the last commit was on its way."""
+    """The first half of the next batch, computed during the exchange of the last commit."""
     dropped: float = own(0.0)
     """Weight of this island's gradients that went into no commit."""
 
@@ -64,7 +64,7 @@ class ACCO(Sharded):
     Args:
         pieces_per_half: micro-batches in half a batch: a batch is cut into twice as many pieces, whose gradients are added up.
         batch: fixed: each island computes exactly one batch per commit. free: it computes until its exchange is over.
-        clock: what the learning rate goes by: commits, or samples, that is, how many nominal batches were committed. The run ends
+        clock: what the learning rate follows: commits, or samples, that is, how many nominal batches were committed. The run ends
             by the same clock. None: samples where batches are free, else commits; commits also where tokens are weighed.
         warmup: commits at the beginning that hide nothing: a batch is computed, then exchanged, as ZeRO-1 does it.
     """

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Decision, Dispatch, Scheduler
 from atoll.core.flat_tree import Tree
+from atoll.core.nested_trees import WeightLeases
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Task
-from atoll.core.pytree import WeightLeases
 from atoll.optim.in_place import HubStep
 
 
@@ -78,13 +78,7 @@ class AsyncHub:
     """
 
     def __init__(
-        self,
-        algorithm: AsyncAlgorithm[Any],
-        params: Tree,
-        *,
-        examples: Sequence[int],
-        updates: int,
-        draw: Callable[[int], float],
+        self, algorithm: AsyncAlgorithm[Any], params: Tree, *, examples: Sequence[int], updates: int, draw: Callable[[int], float]
     ) -> None:
         self.algorithm = algorithm
         self.state = algorithm.init(params)

@@ -12,8 +12,8 @@ from typing import Any
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.memoize import once
 from atoll.core.protocols import Gradient, Peers, Replica, Rule, Weigh, shared
+from atoll.core.shared_results import once
 from atoll.optim.adam import AdamW
 
 
@@ -31,7 +31,7 @@ class DDP:
 
     Args:
         optimizer: the rule applied to the mean gradient. None: the run's inner optimizer.
-        accumulation: batches whose gradients an island adds up before it talks.
+        accumulation: batches whose gradients an island adds up before it exchanges them.
         clip_norm: mean gradients longer than this are shortened to it. None: the run's.
         weigh: whether each batch weighs the same in the mean, or each token: for batches that are padded.
     """
@@ -83,7 +83,7 @@ class DDP:
 
 def check_accumulation(batches: int) -> None:
     if batches < 1:
-        raise ConfigError(f"accumulation={batches}: a step needs at least 1 batch. Use 1 to talk after each.")
+        raise ConfigError(f"accumulation={batches}: a step needs at least 1 batch. Use 1 to exchange after each.")
 
 
 def check_clip_norm(norm: float | None) -> None:

@@ -3,7 +3,7 @@
 Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840, section 5.2; in the form in which ACCO's
 paper (arXiv 2406.02613, section 3.1) compares itself with it.
 
-While the gradients of one batch are on their way, those of the next are computed, at weights that know nothing of the former.
+While the islands exchange the gradients of one batch, they compute those of the next, at weights without the update of the former.
 
     paper   theta_t        g(theta~_t)      theta~_t+1 = theta_t
     here    state.params   state.waiting    the weights that the replica holds
@@ -31,19 +31,14 @@ class DPUState:
     optimizer: Any = sharded(donated=True)
     steps: int = shared()
     waiting: Gradient | None = own(donated=True)
-    """Of the batch that was computed while the last update was on its way."""
+    """Of the batch that was computed during the last exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPU(Accumulating):
-    """Delayed parameter update.
+    """Delayed parameter update."""
 
-    Args:
-        accumulation: batches whose gradients an island adds up before it talks.
-        warmup: updates at the beginning without delay, as ZeRO-1 does them. ZeRO-Offload's is 40.
-    """
-
-    warmup: int = 40
+    warmup: int = 40  # updates at the beginning without delay, as ZeRO-1 does them. ZeRO-Offload's is 40
 
     def __post_init__(self) -> None:
         super().__post_init__()

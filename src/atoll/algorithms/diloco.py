@@ -3,7 +3,7 @@
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105, Algorithm 1.
 
 Each round, every island starts from the shared weights and takes `inner_steps` steps on its own data. How far it moved is its
-delta. The mean of the deltas is treated as a gradient, and the outer rule takes one step along it. Islands talk once per round,
+delta. The mean of the deltas is treated as a gradient, and the outer rule takes one step along it. Islands exchange once per round,
 so they send `inner_steps` times fewer bytes than data-parallel training. The inner optimizer's moments stay with the island:
 they are never averaged, sent or reset.
 

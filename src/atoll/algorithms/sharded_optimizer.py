@@ -26,29 +26,23 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Reduced(NamedTuple):
-    """This island's slice of the gradients of all islands, added up.
+    """This island's slice of the gradients of all islands, added up."""
 
-    Attributes:
-        sum: the slice; a step writes the new weights into its buffer.
-        weight: of all of them together.
-        shortening: what the mean gradient is multiplied by, so that it is no longer than it may be.
-    """
-
-    sum: Tree
-    weight: float
-    shortening: float
+    sum: Tree  # a step writes the new weights into its buffer
+    weight: float  # of all gradients together
+    shortening: float  # the factor by which the mean gradient is clipped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """Settings that all of them have, and their steps.
+    """The common settings and steps.
 
     Args:
         optimizer: the rule applied to the mean gradient, elementwise. None: the run's inner optimizer.
         clip_norm: mean gradients longer than this, as a whole, are shortened to it. None: the run's.
         weigh: whether each batch weighs the same in the mean, or each token: for batches that are padded.
-        wire: in which precision gradients and weights travel; own: the model's.
-        sums: in which precision gradients are added up, over batches and over islands; own: the model's, and of what travels.
+        wire: in which precision gradients and weights are sent; own: the model's.
+        sums: in which precision gradients are added up, over batches and over islands; own: the model's, and that of `wire`.
     """
 
     optimizer: Rule | None = None
@@ -79,7 +73,7 @@ class Sharded:
         return mine.copy(torch.promote_types(mine.flat.dtype, torch.float32))
 
     def wire_dtype(self, tree: Tree) -> torch.dtype:
-        """The precision in which this travels."""
+        """The precision in which this tree is sent."""
         return _DTYPES.get(self.wire, tree.layout.dtype)
 
     async def add_up(
@@ -109,7 +103,7 @@ class Sharded:
         return Reduced(summed.value, summed.weight, shortening)
 
     def preview(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced) -> Tree:
-        """The slice of the weights after a step, as it travels. Nothing is kept of the step."""
+        """The slice of the weights after a step, as it is sent. Nothing is kept of the step."""
         over, times, sent = reduced.weight, reduced.shortening, self.wire_dtype(params)
         return chunked_step.preview(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
 
@@ -119,23 +113,19 @@ class Sharded:
         return chunked_step.step(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent, send=send)
 
     def on_wire(self, params: Tree) -> Tree:
-        """The slice in the precision in which it travels."""
+        """The slice in the precision in which it is sent."""
         return params.cast(self.wire_dtype(params))
 
     def held(self, state: Any) -> Tree:
-        """The slice of the weights that replicas hold between rounds: they came by wire."""
+        """The slice of the weights that replicas hold between rounds: those that were sent."""
         return self.on_wire(state.params)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulating(Sharded):
-    """Those that add up whole batches before they talk.
+    """Algorithms that add up whole batches before an exchange."""
 
-    Args:
-        accumulation: how many batches.
-    """
-
-    accumulation: int = 1
+    accumulation: int = 1  # batches whose gradients an island adds up before it exchanges them
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,9 +3,9 @@
 Chen, Yang and Cheng, "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform",
 arXiv 1809.02839; in the form in which ACCO's paper (arXiv 2406.02613, section 3.1) compares itself with it.
 
-While the gradients of one batch are on their way, those of the next are computed. The exchange makes two steps of what it brings:
-one that counts, and from there a second one with the same gradient, whose outcome is where the next gradients are computed. The
-second step's optimizer state is thrown away.
+While the islands exchange the gradients of one batch, they compute those of the next. The result gives two steps: one that counts,
+and from there a second one with the same gradient, at whose weights the next gradients are computed. The second step's optimizer
+state is thrown away.
 
     paper   theta_t+1 = Opt(theta_t, g~_t)    theta~_t+1 = Opt(theta_t+1, g~_t)
     here    state.params                      state.ahead, which the replica holds
@@ -31,10 +31,10 @@ class WPState:
     params: Tree = sharded(donated=True)
     optimizer: Any = sharded(donated=True)
     ahead: Tree = sharded()
-    """This island's slice of the predicted weights, as it travels."""
+    """This island's slice of the predicted weights, as it is sent."""
     steps: int = shared()
     waiting: Gradient | None = own(donated=True)
-    """Of the batch that was computed while the last update was on its way."""
+    """Of the batch that was computed during the last exchange."""
 
 
 class Updated(NamedTuple):
@@ -48,14 +48,9 @@ class Updated(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WP(Accumulating):
-    """Weight prediction.
+    """Weight prediction."""
 
-    Args:
-        accumulation: batches whose gradients an island adds up before it talks.
-        warmup: updates at the beginning that hide nothing, as ZeRO-1 does them.
-    """
-
-    warmup: int = 0
+    warmup: int = 0  # updates at the beginning that hide nothing, as ZeRO-1 does them
 
     def __post_init__(self) -> None:
         super().__post_init__()

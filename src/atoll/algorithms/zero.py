@@ -39,11 +39,7 @@ class ZeRO1State:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeRO1(Accumulating):
-    """Data-parallel training with a sharded optimizer.
-
-    Args:
-        accumulation: batches whose gradients an island adds up before it talks.
-    """
+    """Data-parallel training with a sharded optimizer."""
 
     def init(self, params: Tree, peers: Peers) -> ZeRO1State:
         return ZeRO1State(*self.cut(params, peers))
@@ -63,11 +59,7 @@ class ZeRO1(Accumulating):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP(ZeRO1):
-    """Data-parallel training with sharded weights, gradients and optimizer.
-
-    Args:
-        accumulation: batches whose gradients an island adds up before it hands on their sum.
-    """
+    """Data-parallel training with sharded weights, gradients and optimizer."""
 
     async def round(self, state: ZeRO1State, replica: Replica, peers: Peers) -> ZeRO1State:
         # Each batch gathers twice; the round's last gathering, of the new weights, is the next one's first forward pass.

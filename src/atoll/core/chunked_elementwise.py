@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from atoll.core.flat_tree import Tree, empty
-from atoll.core.pytree import trees_in, with_trees
+from atoll.core.nested_trees import trees_in, with_trees
 
 CHUNK = 1 << 18
 """Elements at a time. A multiple of every vector width, so that cutting changes no bit."""

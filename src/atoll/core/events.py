@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from atoll.core.errors import AtollError
 
@@ -41,22 +41,14 @@ class Event:
         return json.dumps({"event": type(self).__name__} | record, allow_nan=False)
 
 
-class _Moment(Protocol):
-    @property
-    def virtual_time_s(self) -> float | None: ...
-    @property
-    def wall_time_s(self) -> float | None: ...
+class Timed(Event):
+    """An event with a moment. Not a dataclass: each event declares both times at their place in its line of the log."""
 
-
-class Timed:
-    """An event with a moment.
-
-    >>> RoundFailed(round=0, what="total", islands=[1], virtual_time_s=None, wall_time_s=2.5).time_s
-    2.5
-    """
+    virtual_time_s: float | None
+    wall_time_s: float | None
 
     @property
-    def time_s(self: _Moment) -> float:
+    def time_s(self) -> float:
         """On the run's clock, virtual or real."""
         time_s = self.wall_time_s if self.virtual_time_s is None else self.virtual_time_s
         if time_s is None:
@@ -151,7 +143,7 @@ class CaughtUp(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IslandJoined(Timed, Event):
+class IslandJoined(Timed):
     """An island joined. Its time is when it can begin, after it received the shared fields."""
 
     island: int
@@ -163,7 +155,7 @@ class IslandJoined(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IslandLeft(Timed, Event):
+class IslandLeft(Timed):
     island: int
     round: int
     virtual_time_s: float | None
@@ -171,7 +163,7 @@ class IslandLeft(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dispatched(Timed, Event):
+class Dispatched(Timed):
     """The hub dispatched a worker with its present weights."""
 
     island: int
@@ -189,7 +181,7 @@ class Dispatched(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrived(Timed, Event):
+class Arrived(Timed):
     """A worker's update arrived at the hub, which took its step."""
 
     island: int
@@ -208,7 +200,7 @@ class Arrived(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowClosed(Timed, Event):
+class WindowClosed(Timed):
     """A grace window closed: the hub dispatches the workers that arrived in it together."""
 
     window: int
@@ -220,7 +212,7 @@ class WindowClosed(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused(Timed, Event):
+class Refused(Timed):
     """A hub, or the other islands, refused an island's update: it changed no weight. The island continues from the global ones."""
 
     island: int
@@ -231,7 +223,7 @@ class Refused(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Returned(Timed, Event):
+class Returned(Timed):
     """A round ended without an update: its batches return to their shard and are assigned again."""
 
     island: int
@@ -243,7 +235,7 @@ class Returned(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubRestarted(Timed, Event):
+class HubRestarted(Timed):
     """A hub's process died and was restarted. Updates applied after the last checkpoint are lost, and their work is repeated."""
 
     checkpoint: str | None  # that the hub restarts from; None: from the run's initial weights
@@ -255,7 +247,7 @@ class HubRestarted(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubLoad(Timed, Event):
+class HubLoad(Timed):
     """How busy a real hub was since the last such event."""
 
     seconds: float  # since that event
@@ -269,7 +261,7 @@ class HubLoad(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attended(Timed, Event):
+class Attended(Timed):
     """The quorum of a commit in an elastic run."""
 
     round: int
@@ -284,7 +276,7 @@ class Attended(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leased(Timed, Event):
+class Leased(Timed):
     """The data leases of a round. Each entry is an island, a shard, the first batch, and the number of batches."""
 
     round: int
@@ -296,7 +288,7 @@ class Leased(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundFailed(Timed, Event):
+class RoundFailed(Timed):
     """An exchange that needs all islands missed one: the round is void for all, and the weights before it stand."""
 
     round: int
@@ -307,7 +299,7 @@ class RoundFailed(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateSkipped(Timed, Event):
+class UpdateSkipped(Timed):
     """Gradients of an island were not finite, or no island had any: all islands skip the update, and their weights stay."""
 
     round: int
@@ -350,7 +342,7 @@ class Recut(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundFinished(Timed, Event):
+class RoundFinished(Timed):
     """All islands of a round have finished; in an asynchronous run, one worker has. Totals start at the end of the warm start."""
 
     round: int
@@ -365,7 +357,7 @@ class RoundFinished(Timed, Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated(Timed, Event):
+class Evaluated(Timed):
     """The global weights on held-out data. `loss` and `accuracy` repeat two of the metrics for readers of the log."""
 
     round: int
@@ -407,7 +399,7 @@ class SaveFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFinished(Timed, Event):
+class RunFinished(Timed):
     rounds: int
     outer_steps: int  # exchanges that changed the global weights
     steps: int
@@ -439,11 +431,14 @@ class Progress(Event):
 def from_json(line: str) -> Event:
     """The event that `to_json` wrote."""
     record = _read(json.loads(line))
-    kind = _KINDS[record.pop("event")]
+    kind = KINDS[record.pop("event")]
     return kind(**{f.name: record[f.name] for f in fields(kind) if f.init and f.name in record})
 
 
-_KINDS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
+KINDS: Mapping[str, type[Event]] = {
+    kind.__name__: kind for base in (Event, Timed) for kind in base.__subclasses__() if kind is not Timed
+}
+"""All events by name."""
 
 
 def _plain(value: Any) -> Any:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,14 +55,15 @@ def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class Tree(Mapping[str, Tensor]):
     """Named tensors over one contiguous buffer. See the top of this file."""
 
-    __slots__ = ("_borrowed", "_donated", "_flat", "_layout", "_read")
+    __slots__ = ("_donated", "_flat", "_read", "borrowed", "layout")
 
     def __init__(self, layout: Layout, flat: Tensor) -> None:
         assert flat.shape == (layout.numel,), (flat.shape, layout.numel)
         assert flat.is_contiguous()
-        self._layout = layout
+        self.layout = layout
+        self.borrowed = False  # whether its memory has another owner, so that no code may compute in it
         self._flat: Tensor | None = flat
-        self._donated = self._borrowed = False
+        self._donated = False
         self._read: Callable[[], Tensor] | None = None
 
     # ------------------------------------------------------------------------------------------------ making and reading
@@ -78,10 +79,6 @@ class Tree(Mapping[str, Tensor]):
         for name, view in layout.views(flat).items():
             view.copy_(tensors[name])
         return Tree(layout, flat)
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
 
     @property
     def flat(self) -> Tensor:
@@ -103,31 +100,26 @@ class Tree(Mapping[str, Tensor]):
         return self._donated and self._flat is not None
 
     @property
-    def borrowed(self) -> bool:
-        """Whether its memory has another owner, so that no code may compute in it."""
-        return self._borrowed
-
-    @property
     def numel(self) -> int:
-        return self._layout.numel
+        return self.layout.numel
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.flat.element_size()
 
     def __getitem__(self, name: str) -> Tensor:
-        flat, piece = self.flat, self._layout.index[name]
-        at = self._layout.offsets[name]
+        flat, piece = self.flat, self.layout.index[name]
+        at = self.layout.offsets[name]
         return viewed(piece, flat[at : at + piece.count])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._layout.index)
+        return iter(self.layout.index)
 
     def __len__(self) -> int:
-        return len(self._layout.pieces)
+        return len(self.layout.pieces)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._layout.index
+        return name in self.layout.index
 
     # A Mapping would compare tensors with ==, which gives tensors. Two Trees are equal if they are one; `equal` compares values.
     __eq__ = object.__eq__
@@ -140,16 +132,16 @@ class Tree(Mapping[str, Tensor]):
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies in the tensors' own dtypes, sharing no memory with this Tree."""
-        views = self._layout.views(self.flat)
-        return {p.name: views[p.name].to(p.dtype, copy=True) for p in self._layout.pieces}
+        views = self.layout.views(self.flat)
+        return {p.name: views[p.name].to(p.dtype, copy=True) for p in self.layout.pieces}
 
     def equal(self, other: Tree) -> bool:
         """Whether both have the same layout and the same values (NaN differs from itself)."""
-        return self._layout == other._layout and torch.equal(self.flat, other.flat)
+        return self.layout == other.layout and torch.equal(self.flat, other.flat)
 
     def same_bits(self, other: Tree) -> bool:
         """Whether both have the same layout and the same bits (a NaN is the same as itself)."""
-        if self._layout != other._layout or self.flat.dtype != other.flat.dtype:
+        if self.layout != other.layout or self.flat.dtype != other.flat.dtype:
             return False
         words = _WORDS[self.flat.element_size()]
         return self.flat is other.flat or torch.equal(self.flat.view(words), other.flat.view(words))
@@ -161,31 +153,29 @@ class Tree(Mapping[str, Tensor]):
 
         The handle can be read until an update has claimed it. A borrowed Tree stays borrowed.
         """
-        if self._borrowed:
+        if self.borrowed:
             return self
         flat, self._flat = self.flat, None
-        return _tree(self._layout, flat, donated=True)
+        return _tree(self.layout, flat, donated=True)
 
     def claim(self, dtype: torch.dtype | None = None) -> Tree:
         """The same values in a buffer that the caller may overwrite: its own, unless it is borrowed or of another dtype.
 
         This Tree can no longer be read, unless it is borrowed. Views that were taken of it before change with the buffer.
         """
-        flat = self.flat
-        if self._read is not None and dtype in (None, flat.dtype):
-            return _tree(self._layout, flat)
-        if self._borrowed:
+        if self.borrowed:
             return self.copy(dtype)
+        flat = self.flat
         if dtype in (None, flat.dtype):
             self._flat = None
-            return _tree(self._layout, flat)
+            return _tree(self.layout, flat)
         converted = self.copy(dtype)
         self.release()
         return converted
 
     def borrow(self) -> Tree:
         """Another, borrowed, handle on this buffer."""
-        return _tree(self._layout, self.flat, borrowed=True)
+        return _tree(self.layout, self.flat, borrowed=True)
 
     @staticmethod
     def borrowed_from(layout: Layout, read: Callable[[], Tensor]) -> Tree:
@@ -197,34 +187,27 @@ class Tree(Mapping[str, Tensor]):
     def release(self) -> None:
         """Return the buffer to the pool. The owner guarantees that neither this Tree nor a view of it is read again."""
         flat, self._flat = self.flat, None
-        if not self._borrowed:
+        if not self.borrowed:
             _recycle(flat)
 
     # --------------------------------------------------------------------------------------------------------- arithmetic
 
     def _combine(self, operation: Callable[..., Tensor], *others: Tree | Scalar, out: Tree | None = None, **options: Any) -> Tree:
-        mine = self.flat
-        operands = [self._operand(other) for other in others]
+        """The result in `out`; else in a buffer that an operand was collected into, or in one from the pool."""
+        operands: list[Any] = [self.flat, *map(self._operand, others)]
         if out is not None:
-            place = out.flat
-        elif self._read is not None:
-            place = mine
-        else:
-            place = self._collected(others, operands)
-        return _tree(self._layout, operation(mine, *operands, **options, out=place))
+            operation(*operands, **options, out=out.flat)
+            return out
+        collected = [t for tree, t in zip((self, *others), operands, strict=True) if type(tree) is Tree and tree._read is not None]
+        place = collected[0] if collected else empty(self.layout.numel, operands[0].dtype, operands[0].device)
+        return _tree(self.layout, operation(*operands, **options, out=place))
 
-    def _collected(self, others: Sequence[Tree | Scalar], operands: Sequence[Tensor | Scalar]) -> Tensor:
-        """A buffer for a result: one that an operand was collected into, else one from the pool."""
-        for other, operand in zip(others, operands, strict=True):
-            if type(other) is Tree and other._read is not None:
-                return cast(Tensor, operand)
-        return empty(self._layout.numel, self.flat.dtype, self.flat.device)
-
-    def _operand(self, other: Tree | Scalar) -> Tensor | Scalar:
+    def _operand(self, other: Any) -> Any:
+        """The buffer of a Tree of the same layout, or a number."""
         if type(other) is not Tree:  # Tree is final, and a Mapping's isinstance is slow
-            return cast(Scalar, other)
-        if other._layout != self._layout:
-            raise ValueError(f"these Trees have different layouts: {difference(self._layout, other._layout)}")
+            return other
+        if other.layout != self.layout:
+            raise ValueError(f"these Trees have different layouts: {difference(self.layout, other.layout)}")
         return other.flat
 
     def __add__(self, other: Tree | Scalar) -> Tree:
@@ -265,31 +248,28 @@ class Tree(Mapping[str, Tensor]):
         return self._combine(torch.sqrt)
 
     def add_(self, other: Tree | Scalar, alpha: Scalar = 1) -> Tree:
-        self._combine(torch.add, other, alpha=alpha, out=self)
-        return self
+        return self._combine(torch.add, other, alpha=alpha, out=self)
 
     def mul_(self, factor: Scalar) -> Tree:
-        self._combine(torch.mul, factor, out=self)
-        return self
+        return self._combine(torch.mul, factor, out=self)
 
     def div_(self, divisor: Scalar) -> Tree:
-        self._combine(torch.div, divisor, out=self)
-        return self
+        return self._combine(torch.div, divisor, out=self)
 
     def zeros(self) -> Tree:
         """A Tree of the same layout, all zero."""
         flat = self.flat
-        return Tree(self._layout, empty(flat.numel(), flat.dtype, flat.device).zero_())
+        return Tree(self.layout, empty(flat.numel(), flat.dtype, flat.device).zero_())
 
     def copy(self, dtype: torch.dtype | None = None) -> Tree:
         """A Tree of the same values in a buffer of its own, of this dtype (None: the same)."""
         flat = self.flat
         if self._read is not None and dtype in (None, flat.dtype):
-            return Tree(self._layout, flat)
-        return Tree(self._layout, empty(flat.numel(), dtype or flat.dtype, flat.device).copy_(flat))
+            return Tree(self.layout, flat)
+        return Tree(self.layout, empty(flat.numel(), dtype or flat.dtype, flat.device).copy_(flat))
 
     def cast(self, dtype: torch.dtype) -> Tree:
-        """The same pieces over a buffer of this dtype: itself if it has it already."""
+        """In this dtype; itself if it has it already."""
         return self if self.flat.dtype == dtype else self.copy(dtype)
 
     def wide(self) -> Tree:
@@ -297,8 +277,8 @@ class Tree(Mapping[str, Tensor]):
         return self.cast(torch.promote_types(self.flat.dtype, torch.float32))
 
     def to(self, device: torch.device | str) -> Tree:
-        """On that device; itself if it is there already."""
-        return self if self.flat.device == torch.device(device) else Tree(self._layout, self.flat.to(device))
+        """On this device; itself if it is there already."""
+        return self if self.flat.device == torch.device(device) else Tree(self.layout, self.flat.to(device))
 
     # ------------------------------------------------------------------------------------------------------------ figures
 
@@ -337,7 +317,7 @@ class Tree(Mapping[str, Tensor]):
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and bits, the same on all machines of one byte order."""
         state = hashlib.blake2b(digest_size=16)
-        for piece in self._layout.pieces:
+        for piece in self.layout.pieces:
             state.update(f"{piece.name}{piece.shape}{piece.dtype}{piece.start}:{piece.count};".encode())
         state.update(self.flat.detach().cpu().view(torch.uint8).numpy().data)
         return state.hexdigest()
@@ -346,12 +326,12 @@ class Tree(Mapping[str, Tensor]):
 
     def slice(self, start: int, stop: int) -> Tree:
         """A borrowed Tree on a range of this buffer."""
-        return _tree(self._layout.slice(start, stop), self.flat[start:stop], borrowed=True)
+        return _tree(self.layout.slice(start, stop), self.flat[start:stop], borrowed=True)
 
     def windows(self, size: int) -> list[Tree]:
         """Consecutive slices of this size; the last may be shorter."""
         flats = torch.split(self.flat, size)
-        return [_tree(layout, flat, borrowed=True) for layout, flat in zip(self._layout.windows(size), flats, strict=False)]
+        return [_tree(layout, flat, borrowed=True) for layout, flat in zip(self.layout.windows(size), flats, strict=False)]
 
     def shard(self, rank: int, size: int) -> Tree:
         """This rank's shard, sharing memory with the whole."""
@@ -384,7 +364,7 @@ def products(trees: Sequence[Tree]) -> list[list[float]]:
     """The inner products of all pairs, summed in double precision, with one synchronization on a GPU."""
     if not trees or trees[0].flat.device.type == "cpu":
         rows = [[one.dot(two) if i <= j else 0.0 for j, two in enumerate(trees)] for i, one in enumerate(trees)]
-        return [[rows[min(i, j)][max(i, j)] for j in range(len(trees))] for i in range(len(trees))]
+        return [[rows[min(i, j)][max(i, j)] for j in range(len(trees))] for i in range(len(trees))]  # the matrix is symmetric
     size = max(1, _DEVICE_CHUNK // len(trees))
     total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=trees[0].flat.device)
     for parts in zip(*(torch.split(tree.flat, size) for tree in trees), strict=True):
@@ -397,7 +377,7 @@ def products(trees: Sequence[Tree]) -> list[list[float]]:
 def _tree(layout: Layout, flat: Tensor | None, *, donated: bool = False, borrowed: bool = False) -> Tree:
     """A Tree without the constructor's checks."""
     tree = object.__new__(Tree)
-    tree._layout, tree._flat, tree._donated, tree._borrowed, tree._read = layout, flat, donated, borrowed, None
+    tree.layout, tree._flat, tree._donated, tree.borrowed, tree._read = layout, flat, donated, borrowed, None
     return tree
 
 

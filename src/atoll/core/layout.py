@@ -86,14 +86,8 @@ class Layout:
         return _slice(self, start, stop)
 
     def windows(self, size: int) -> tuple[Layout, ...]:
-        """The layouts of the buffer's consecutive windows of this size (the last may be shorter). Cached: rules ask every step."""
-        if size not in self._windows:
-            self._windows[size] = tuple(_slice(self, at, min(at + size, self.numel)) for at in range(0, self.numel, size))
-        return self._windows[size]
-
-    @cached_property
-    def _windows(self) -> dict[int, tuple[Layout, ...]]:
-        return {}
+        """The layouts of the buffer's consecutive windows of this size (the last may be shorter)."""
+        return _windows(self, size)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Each piece as a view of the buffer: in its shape if it is whole, else flat."""
@@ -109,6 +103,11 @@ def _slice(layout: Layout, start: int, stop: int) -> Layout:
         if first < last or empty_here:
             pieces.append(Piece(piece.name, piece.shape, piece.dtype, piece.start + first - at, last - first))
     return Layout(tuple(pieces))
+
+
+@lru_cache(maxsize=4096)  # rules ask every step
+def _windows(layout: Layout, size: int) -> tuple[Layout, ...]:
+    return tuple(_slice(layout, at, min(at + size, layout.numel)) for at in range(0, layout.numel, size))
 
 
 def viewed(piece: Piece, flat: Tensor) -> Tensor:

@@ -121,13 +121,7 @@ class Replica(Protocol):
         """Take `steps` optimizer steps on consecutive batches of `work`."""
 
     async def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
+        self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
     ) -> Gradient:
         """The gradient of the first batch of `work`, or of its first piece. No optimizer is involved.
 
@@ -302,18 +296,9 @@ class Correction(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a hub dispatches workers.
+    """How a hub dispatches workers. `AsyncLocalSGD` has the same settings, and describes them."""
 
-    Attributes:
-        steps: of a round, for the fastest worker where `pace` is not even, else for all.
-        grace_s: how long the hub waits after the first arrival, to dispatch further arrivals together with it.
-        pace: even: all take the same steps; given or measured: steps in proportion to speed, which is known or observed.
-        speeds: steps per second by worker, where `pace` is given; empty where the engine knows them.
-        shards: a worker's next shard is the one that lags most behind its share (deficit), or one with the fewest visits.
-        ties: of several shards that lag equally, the worker keeps its last one if it is among them, or chance decides.
-    """
-
-    steps: int
+    steps: int  # of a round, for the fastest worker where `pace` is not even, else for all
     grace_s: float = 0.0
     pace: Literal["even", "given", "measured"] = "even"
     speeds: tuple[float, ...] = ()

@@ -16,7 +16,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -25,9 +25,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atoll.core.config.json_records import find_type, type_name
+from atoll.core.config.type_checks import joined, settable
 from atoll.core.errors import AtollError, CheckpointError
 from atoll.core.flat_tree import Tree, empty
-from atoll.core.layout import Layout, Piece
+from atoll.core.layout import Layout, Piece, difference
 
 
 @contextmanager
@@ -204,27 +205,16 @@ def _bytes(tensor: Tensor) -> memoryview:
     return data
 
 
-class Packed(NamedTuple):
-    """A packed value.
-
-    Attributes:
-        structure: everything but the tensors. JSON keeps it exactly: NaN and infinity are written as words.
-        tensors: by the path at which they stand. They share memory with what was packed.
-    """
-
-    structure: Any
-    tensors: dict[str, Tensor]
-
-
 # ----------------------------------------------------------------------------------------------------------------- packing
 
 
-def pack(value: Any) -> Packed:
-    """The value as a structure and tensors. Nothing is copied.
+class Packed(NamedTuple):
+    structure: Any  # everything but the tensors. JSON keeps it exactly: NaN and infinity are written as words
+    tensors: dict[str, Tensor]  # by path. They share memory with the packed value
 
-    Raises:
-        CheckpointError: there is something in it that cannot be saved.
-    """
+
+def pack(value: Any) -> Packed:
+    """The value as a structure and tensors. Nothing is copied. CheckpointError if it has something that cannot be saved."""
     tensors: dict[str, Tensor] = {}
     return Packed(_pack(value, "", tensors), tensors)
 
@@ -238,15 +228,15 @@ def _pack(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
         return {"kind": "tree", "tensor": _put(value.flat, at, tensors), "pieces": layout_to_json(value.layout)}
     if isinstance(value, Tensor):
         return {"kind": "tensor", "tensor": _put(value.detach(), at, tensors)}
-    record = _fields(value)
-    if record is not None:
-        inside = {name: _pack(item, _join(at, name), tensors) for name, item in record.items()}
+    names = _field_names(type(value))
+    if names is not None:
+        inside = {name: _pack(getattr(value, name), joined(at, name), tensors) for name in names}
         return {"kind": "record", "type": type_name(type(value)), "fields": inside}
     if type(value) in (tuple, list):
-        items = [_pack(item, _join(at, i), tensors) for i, item in enumerate(value)]
+        items = [_pack(item, joined(at, i), tensors) for i, item in enumerate(value)]
         return {"kind": type(value).__name__, "items": items}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"kind": "dict", "items": {key: _pack(item, _join(at, key), tensors) for key, item in value.items()}}
+        return {"kind": "dict", "items": {key: _pack(item, joined(at, key), tensors) for key, item in value.items()}}
     raise CheckpointError(
         f"{at or 'the value'} is {value!r:.200}, which cannot be saved. A State holds dataclasses, NamedTuples, tuples, lists, "
         f"dictionaries with text as keys, Trees, tensors, numbers, bools, text and none. Use one of these."
@@ -270,13 +260,13 @@ def unpack(packed: Packed, like: Any, *, check_layout: bool = True, device: torc
 
     Args:
         packed: what `pack` gave, also after JSON and a file.
-        like: a value of the same kind. Where it has none, anything may come, and none may come anywhere. Lists, tuples and
-            dictionaries may have another length.
+        like: a value of the same kind. Where it is None, any value is accepted, and None is accepted everywhere. Lists, tuples
+            and dictionaries may have another length.
         check_layout: whether Trees must have the layout that they have in `like`. They differ if the number of shards does.
-        device: where tensors go for which `like` has none; others go where they are in `like`. None leaves them.
+        device: of tensors for which `like` has none; others are copied to their device in `like`. None leaves them.
 
     Raises:
-        CheckpointError: the value is of another kind than `like`; says at which field.
+        CheckpointError: the value is of another kind than `like`; the message names the field.
     """
     return _Unpacker(packed.tensors, check_layout, device).value(packed.structure, like, "")
 
@@ -322,7 +312,7 @@ class _Unpacker:
                 f"one of them was changed after it was saved. Use an older checkpoint."
             )
         if like is not None and self.check_layout and layout != like.layout:
-            raise _foreign(at, f"a Tree with {_difference(layout, like.layout)}", like)
+            raise _foreign(at, f"a Tree of another layout ({difference(layout, like.layout)})", like)
         return Tree(layout, flat)
 
     def _tensor(self, node: dict[str, Any], like: Any, at: str) -> Tensor:
@@ -341,35 +331,35 @@ class _Unpacker:
 
     def _record(self, node: dict[str, Any], like: Any, at: str) -> Any:
         saved = node["fields"]
-        kind = find_type(node["type"]) if like is None else type(like)
-        known = _fields(like) if like is not None else _field_names(kind)
-        if like is None and known is None:
+        kind: Any = find_type(node["type"]) if like is None else type(like)
+        names = _field_names(kind)
+        if like is None and names is None:
             raise CheckpointError(
                 f"{at or 'the value'} is a {node['type']} in the checkpoint, which is not a known record. "
                 f"Import the module that defines it, then resume; or use the version of atoll that saved it."
             )
-        if known is None or kind is None:
+        if names is None:
             raise _foreign(at, f"a {node['type']}", like)
-        if saved.keys() != known.keys():
-            only = ", ".join(_join(at, name) for name in sorted(saved.keys() ^ known.keys()))
+        if saved.keys() != set(names):
+            only = ", ".join(joined(at, name) for name in sorted(saved.keys() ^ set(names)))
             raise _foreign(at, f"a {node['type']} with {', '.join(saved) or 'no fields'} (in one of them only: {only})", like)
-        return kind(**{name: self.value(item, known[name], _join(at, name)) for name, item in saved.items()})
+        return kind(**{name: self.value(item, getattr(like, name, None), joined(at, name)) for name, item in saved.items()})
 
     def _items(self, node: dict[str, Any], like: Any, at: str) -> Any:
         kind = {"tuple": tuple, "list": list}[node["kind"]]
         if like is not None and type(like) is not kind:
             raise _foreign(at, f"a {node['kind']}", like)
         likes = [*(like or ()), *[None] * len(node["items"])]
-        return kind(self.value(item, likes[i], _join(at, i)) for i, item in enumerate(node["items"]))
+        return kind(self.value(item, likes[i], joined(at, i)) for i, item in enumerate(node["items"]))
 
     def _dict(self, node: dict[str, Any], like: Any, at: str) -> Any:
         if not isinstance(like, dict | None):
             raise _foreign(at, "a dictionary", like)
-        return {key: self.value(item, (like or {}).get(key), _join(at, key)) for key, item in node["items"].items()}
+        return {key: self.value(item, (like or {}).get(key), joined(at, key)) for key, item in node["items"].items()}
 
 
 def _foreign(at: str, saved: str, like: Any) -> CheckpointError:
-    names = _fields(like)
+    names = _field_names(type(like))
     expected = f"a {type(like).__name__} with {', '.join(names) or 'no fields'}" if names is not None else f"{like!r:.100}"
     return CheckpointError(
         f"{at or 'the value'} is {saved} in the checkpoint, where this run has {expected}: it is the checkpoint of another run or "
@@ -377,27 +367,9 @@ def _foreign(at: str, saved: str, like: Any) -> CheckpointError:
     )
 
 
-def _difference(saved: Layout, expected: Layout) -> str:
-    """Where two layouts begin to differ."""
-    for one, two in zip(saved.pieces, expected.pieces, strict=False):
-        if one != two:
-            return f"{one} instead of {two}"
-    return f"{len(saved.pieces)} pieces instead of {len(expected.pieces)}"
-
-
-def _fields(value: Any) -> dict[str, Any] | None:
-    """The fields of a dataclass or NamedTuple, by name; none of anything else."""
-    names = _field_names(type(value))
-    return None if names is None else {name: getattr(value, name) for name in names}
-
-
-def _field_names(kind: type | None) -> dict[str, Any] | None:
-    if kind is not None and is_dataclass(kind):
-        return {f.name: None for f in fields(kind) if f.init}
-    if kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return dict.fromkeys(kind._fields)
-    return None
-
-
-def _join(at: str, name: str | int) -> str:
-    return f"{at}.{name}" if at else str(name)
+def _field_names(kind: Any) -> list[str] | None:
+    """The fields of a dataclass or NamedTuple; None of anything else."""
+    if is_dataclass(kind):
+        return list(settable(kind))  # type: ignore[arg-type]
+    is_named_tuple = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return list(kind._fields) if is_named_tuple else None

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError
-from atoll.data.shuffled_epochs import Indices, ShuffledShards, keyed_random, random_shards
+from atoll.data.shuffled_epochs import Indices, OpenedData, ShuffledShards, keyed_random, random_shards
 
 LabelledBatch = tuple[Tensor, Tensor]
 """Inputs (batch_size, dimensions), float32, and labels (batch_size,), int64."""
@@ -56,9 +56,7 @@ class Gaussians:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("dimensions", "classes", "clusters_per_class", "eval_examples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: at least 1 is needed. Give a positive number.")
+        check_positive(self, "dimensions", "classes", "clusters_per_class", "eval_examples")
         if self.examples < self.clusters:
             raise ConfigError(
                 f"examples={self.examples} is fewer than the {self.clusters} clusters ({self.classes} classes of "
@@ -98,7 +96,7 @@ class Gaussians:
             inputs[cluster * each : (cluster + 1) * each] = centre + self.noise * deviations
         labels = np.repeat(np.arange(self.classes), self.clusters_per_class * each)
         return LoadedGaussians(
-            gaussians=self,
+            settings=self,
             centres=torch.from_numpy(centres),
             inputs=torch.from_numpy(inputs),
             labels=torch.from_numpy(labels.astype(np.int64)),
@@ -107,44 +105,27 @@ class Gaussians:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedGaussians:
-    """All points in memory, cluster by cluster. May be opened several times, with other shards.
+    """All points in memory, cluster by cluster. May be opened several times, with other shards."""
 
-    Attributes:
-        centres: (clusters, dimensions), float64.
-        inputs: (count, dimensions), float32.
-        labels: (count,), int64.
-    """
+    settings: Gaussians
+    centres: Tensor  # (clusters, dimensions), float64
+    inputs: Tensor  # (count, dimensions), float32
+    labels: Tensor  # (count,), int64
 
-    gaussians: Gaussians
-    centres: Tensor
-    inputs: Tensor
-    labels: Tensor
-
-    def open(self, num_shards: int, batch_size: int, seed: int, skip_batches: int = 0) -> GaussianData:
+    def open(
+        self, num_shards: int, batch_size: int, seed: int, skip_batches: int = 0
+    ) -> OpenedData[GaussianBatches, LabelledBatch]:
         """Training batches from `num_shards` shards, and evaluation points. `seed` decides the order within each shard. Each shard
         starts after its first `skip_batches` batches."""
-        spec, count = self.gaussians, len(self.labels)
-        shards = random_shards(count, num_shards, spec.seed)
+        count, evaluated = len(self.labels), self.settings.eval_examples
+        shards = random_shards(count, num_shards, self.settings.seed)
         chosen: Indices = np.arange(count)
-        if spec.eval_examples < count:
-            chosen = keyed_random("evaluation", spec.seed).permutation(count)[: spec.eval_examples]
-        evaluated = torch.from_numpy(chosen)
-        return GaussianData(
+        if evaluated < count:
+            chosen = keyed_random("evaluation", self.settings.seed).permutation(count)[:evaluated]
+        return OpenedData(
             train=GaussianBatches(self.inputs, self.labels, shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches),
-            evaluation=(self.inputs[evaluated], self.labels[evaluated]),
-            dimensions=spec.dimensions,
-            classes=spec.classes,
+            validation=(self.inputs[chosen], self.labels[chosen]),
         )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GaussianData:
-    """Training batches by shard and position, and evaluation points."""
-
-    train: GaussianBatches
-    evaluation: LabelledBatch
-    dimensions: int
-    classes: int
 
 
 class GaussianBatches(ShuffledShards):
@@ -153,8 +134,7 @@ class GaussianBatches(ShuffledShards):
     def __init__(
         self, inputs: Tensor, labels: Tensor, shards: Sequence[Indices], *, batch_size: int, seed: int, skip_batches: int = 0
     ) -> None:
-        indices = [np.asarray(shard, dtype=np.int64) for shard in shards]
-        super().__init__(indices, batch_size=batch_size, seed=seed, skip_batches=skip_batches)
+        super().__init__(shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches)
         self._inputs, self._labels = inputs, labels
 
     def fingerprint(self) -> str:

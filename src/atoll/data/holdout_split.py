@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from atoll.core.errors import ConfigError
-from atoll.data.corpus import Document
+from atoll.data.document_sources import Document
 
 TRAIN, VALIDATION = 0, 1
 """The two sides, in the order in which `Split.sides` returns them."""
@@ -31,7 +31,8 @@ class Split:
         """The part of the document to train on, and the part to validate on."""
         if self.cut is not None:
             return _cut(document, self.cut)
-        held_out = _key(document) < self.threshold or _text_key(document) in self.held_out_texts
+        key, text_key = _keys(document)
+        held_out = key < self.threshold or text_key in self.held_out_texts
         return (None, document) if held_out else (document, None)
 
 
@@ -49,7 +50,7 @@ class SplitPlanner:
 
     def add(self, document: Document) -> bool:
         """Count a document. Returns whether it is for training, unless `revised` turns true in the end."""
-        key, text = _key(document), _text_key(document)
+        key, text = _keys(document)
         held_out = key < self._threshold
         self._first_text = self._first_text if self._num_seen else text
         self._all_equal = self._all_equal and text == self._first_text
@@ -106,16 +107,12 @@ def check_fraction(fraction: float) -> None:
         )
 
 
-def _key(document: Document) -> int:
-    """64 bits of the document's name and text."""
-    state = blake2b(document.name.encode(errors="replace"), digest_size=8)
-    state.update(b"\0")
-    state.update(document.text.encode(errors="replace"))
-    return int.from_bytes(state.digest(), "little")
-
-
-def _text_key(document: Document) -> int:
-    return int.from_bytes(blake2b(document.text.encode(errors="replace"), digest_size=8).digest(), "little")
+def _keys(document: Document) -> tuple[int, int]:
+    """64 bits of the document's name and text, and of its text alone."""
+    name, text = document.name.encode(errors="replace"), document.text.encode(errors="replace")
+    digests = (blake2b(data, digest_size=8).digest() for data in (name + b"\0" + text, text))
+    key, text_key = (int.from_bytes(digest, "little") for digest in digests)
+    return key, text_key
 
 
 def _cut(document: Document, share: float) -> tuple[Document | None, Document | None]:

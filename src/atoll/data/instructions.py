@@ -32,12 +32,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.data.corpus import Document
-from atoll.data.holdout_split import VALIDATION, check_fraction, plan_split
-from atoll.data.shuffled_epochs import Indices, ShuffledShards, check_shards_setting, random_shards
+from atoll.data.document_sources import Document
+from atoll.data.holdout_split import TRAIN, check_fraction, plan_split
+from atoll.data.shuffled_epochs import Indices, OpenedData, ShuffledShards, check_shards_setting, random_shards
 from atoll.data.text_files import parse_json, read_json_lines, read_text, text_field, uncompressed_suffix, visible_files
 
 PaddedBatch = dict[str, Tensor]
@@ -81,8 +81,7 @@ class Instructions:
         check_types(self)
         if self.max_len < 2:
             raise ConfigError(f"max_len={self.max_len}: an example has at least 2 tokens, one to see and one to predict.")
-        if self.eval_examples < 1:
-            raise ConfigError(f"eval_examples={self.eval_examples}: a model is evaluated on at least 1 example.")
+        check_positive(self, "eval_examples")
         check_shards_setting(self.shards)
         check_fraction(self.validation_fraction)
 
@@ -103,7 +102,7 @@ class Instructions:
                     f"{self.path}: the {len(side)} {name} examples have no token to learn within data.max_len={self.max_len}. "
                     f"Raise data.max_len, give longer examples, or use data.learn=all."
                 )
-        return LoadedInstructions(instructions=self, train=train, validation=validation, tokenizer=tokenizer)
+        return LoadedInstructions(settings=self, train=train, validation=validation, tokenizer=tokenizer)
 
     def _split(self, named: Sequence[tuple[str, InstructionRecord]]) -> tuple[list[InstructionRecord], list[InstructionRecord]]:
         """The records to train on, and those to validate on."""
@@ -119,9 +118,9 @@ class Instructions:
                     f"Give more, or data.validation_path=FILE."
                 )
             split = plan_split(documents, self.validation_fraction)
-            held_out = [split.sides(document)[VALIDATION] is not None for document in documents]
-            train = [record for (_, record), out in zip(named, held_out, strict=True) if not out]
-            validation = [record for (_, record), out in zip(named, held_out, strict=True) if out]
+            train, validation = [], []
+            for document, (_, record) in zip(documents, named, strict=True):
+                (train if split.sides(document)[TRAIN] is not None else validation).append(record)
         if not train or not validation:
             raise DataError(f"{self.path if not train else self.validation_path} holds no examples. Give a file that does.")
         return train, validation
@@ -131,49 +130,43 @@ class Instructions:
 class LoadedInstructions:
     """All examples in memory, as ids. May be opened several times, with other shards."""
 
-    instructions: Instructions
+    settings: Instructions
     train: EncodedRecords
     validation: EncodedRecords
     tokenizer: Any
 
-    def open(self, num_shards: int, batch_size: int, seed: int, skip_batches: int = 0) -> InstructionData:
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest example."""
+        return int(max(self.train.lengths.max(), self.validation.lengths.max()))
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id of any example."""
+        return int(max(self.train.ids.max(), self.validation.ids.max()))
+
+    def open(
+        self, num_shards: int, batch_size: int, seed: int, skip_batches: int = 0
+    ) -> OpenedData[PaddedBatches, list[PaddedBatch]]:
         """Training batches from `num_shards` shards, and validation batches. `seed` decides the shards and the order in each. Each
         shard starts after its first `skip_batches` batches."""
-        shards = map(np.sort, random_shards(len(self.train), num_shards, seed))
+        shards = [np.sort(shard) for shard in random_shards(len(self.train), num_shards, seed)]
         with_targets = np.flatnonzero(self.validation.first_targets < self.validation.lengths)
-        num_evaluated = min(self.instructions.eval_examples, len(with_targets))
+        num_evaluated = min(self.settings.eval_examples, len(with_targets))
         chosen = with_targets[np.arange(num_evaluated) * len(with_targets) // num_evaluated]  # evenly spaced
-        return InstructionData(
+        return OpenedData(
             train=PaddedBatches(self.train, shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches),
             validation=[self.validation.padded(chosen[at : at + batch_size]) for at in range(0, num_evaluated, batch_size)],
-            tokenizer=self.tokenizer,
-            longest=int(max(self.train.lengths.max(), self.validation.lengths.max())),
-            largest_id=int(max(self.train.ids.max(), self.validation.ids.max())),
         )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class InstructionData:
-    """Training batches by shard and position, fixed validation batches, and what the model must support.
-
-    `longest` is the number of tokens of the longest example, `largest_id` the largest token id of any.
-    """
-
-    train: PaddedBatches
-    validation: list[PaddedBatch]
-    tokenizer: Any
-    longest: int
-    largest_id: int
 
 
 class PaddedBatches(ShuffledShards):
     """Padded batches from shards of examples; implements `atoll.core.protocols.Batches`."""
 
     def __init__(
-        self, examples: EncodedRecords, shards: Iterable[Indices], *, batch_size: int, seed: int, skip_batches: int = 0
+        self, examples: EncodedRecords, shards: Sequence[Indices], *, batch_size: int, seed: int, skip_batches: int = 0
     ) -> None:
-        indices = [np.asarray(shard, dtype=np.int64) for shard in shards]
-        super().__init__(indices, batch_size=batch_size, seed=seed, skip_batches=skip_batches)
+        super().__init__(shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches)
         self._examples = examples
 
     def fingerprint(self) -> str:
@@ -275,15 +268,12 @@ def _read_json_values(path: Path) -> Iterator[tuple[int, Any]]:
 class EncodedRecords:
     """Examples of different lengths, one after the other.
 
-    Attributes:
-        ids: of all examples, int32.
-        ends: where each example ends in `ids`, int64.
-        first_targets: within each example, the first id that is a target; the example's length if there is none. At least 1, since
-            nothing predicts the first id.
+    `first_targets` has the first id of each example that is a target: at least 1, since nothing predicts the first id, and the
+    example's length if no id is a target.
     """
 
     ids: NDArray[np.int32]
-    ends: NDArray[np.int64]
+    ends: NDArray[np.int64]  # of each example in `ids`
     first_targets: NDArray[np.int64]
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
 from atoll.data.shuffled_epochs import Indices, keyed_random
@@ -128,9 +128,7 @@ class KMeans(_LabelPartition):
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("fit_examples", "restarts", "max_iterations", "batch_examples"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"KMeans {name}={getattr(self, name)}: at least 1 is needed. Leave it out for the default.")
+        check_positive(self, "fit_examples", "restarts", "max_iterations", "batch_examples", path="KMeans ")
 
     def _assign(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None) -> tuple[Indices, str]:
         if features is None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import tee
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,10 +21,10 @@ from typing import Any
 from atoll.core.errors import DataError
 from atoll.core.events import Progress
 from atoll.core.serialization import replacing
-from atoll.data.corpus import Corpus, Document, open_corpus
+from atoll.data.document_sources import Corpus, Document, open_corpus
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, SplitPlanner, split_documents
 from atoll.data.token_store import Tokens, TokenWriter, encode_documents, open_token_file, token_writer
-from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
+from atoll.data.tokenizer import BPETokenizer, Tokenizer, bpe_vocab_size, load_saved_tokenizer, load_tokenizer, train_bpe
 
 META_VERSION = 1
 FILES = ("train.tokens", "validation.tokens")
@@ -36,15 +36,7 @@ ReportProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What to prepare. `meta.json` stores these fields.
-
-    Args:
-        corpus: the spec of a corpus; see `atoll.data.corpus`.
-        tokenizer: `bytes`, a tokenizer's file or folder, or `bpe:VOCAB` to train one on this corpus.
-        limit_bytes: bytes of `corpus` to read at most; None: all.
-        validation_fraction: about this part of the documents is held out, unless there is a validation_corpus.
-        validation_corpus: the spec of a text to validate on; then the whole of `corpus` is for training.
-    """
+    """What to prepare: settings of `Text` of the same names and meanings. `meta.json` stores these fields."""
 
     corpus: str
     tokenizer: str
@@ -119,8 +111,7 @@ def open_prepared(folder: str | Path) -> PreparedText:
     """Open what `prepare` wrote. Raises DataError if the folder is missing, unfinished or damaged."""
     folder = Path(folder).expanduser()
     meta = _read_meta(folder)
-    bpe = folder / "tokenizer.json"
-    tokenizer: Tokenizer = load_tokenizer(str(bpe)) if bpe.exists() else ByteTokenizer()
+    tokenizer = load_saved_tokenizer(folder / "tokenizer.json")
     train, validation = (open_token_file(folder / name, tokenizer.digest) for name in FILES)
     return PreparedText(folder=folder, train=train, validation=validation, tokenizer=tokenizer, meta=meta)
 
@@ -155,21 +146,15 @@ def _plan(corpus: Corpus, spec: str, fraction: float | None, progress: ReportPro
 
 def _write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], tokenizer: Tokenizer) -> dict[str, Any]:
     """Write both token files in one pass. Returns their part of meta.json."""
-    pending_sides: deque[int] = deque()
-
-    def read() -> Iterator[Document]:
-        for side, document in documents:
-            pending_sides.append(side)
-            yield document
-
+    # Documents are encoded in groups, so `tee` holds one group.
+    documents, encoded = tee(documents)
     with ExitStack() as stack:
         writers: list[TokenWriter] = [
             stack.enter_context(token_writer(folder / name, vocab_size=tokenizer.vocab_size, tokenizer_digest=tokenizer.digest))
             for name in FILES
         ]
-        # Documents are encoded in groups and returned in order, so the queue holds the sides of one group.
-        for document, ids in encode_documents(read(), tokenizer):
-            writers[pending_sides.popleft()].add(document.domain, ids)
+        for (side, document), ids in zip(documents, encode_documents((part for _, part in encoded), tokenizer), strict=True):
+            writers[side].add(document.domain, ids)
     return {
         name: {"documents": len(writers[side].index.starts), "tokens": writers[side].index.num_tokens}
         for name, side in (("train", TRAIN), ("validation", VALIDATION))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from atoll.core.errors import ConfigError
 from atoll.core.layout import shard_range
 
 Indices = NDArray[np.int64]
+TrainT = TypeVar("TrainT")
+ValidationT = TypeVar("ValidationT")
 _CACHED_EPOCHS = 3  # per shard: readers of one shard are seldom further apart
 
 
@@ -31,6 +33,13 @@ def keyed_random(*key: str | int) -> np.random.RandomState:
     number = int.from_bytes(blake2b(repr(key).encode(), digest_size=16).digest(), "little")
     # RandomState and not Generator: numpy has frozen its streams, while a Generator's may change with a release.
     return np.random.RandomState(np.random.PCG64(number))
+
+
+class OpenedData(NamedTuple, Generic[TrainT, ValidationT]):
+    """Training batches by shard and position, and fixed examples to evaluate on."""
+
+    train: TrainT
+    validation: ValidationT
 
 
 class ShuffledShards:

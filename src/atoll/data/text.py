@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError, DataError
-from atoll.data.corpus import check_corpus_spec, check_limit_bytes, open_corpus
+from atoll.data.document_sources import check_corpus_spec, check_limit_bytes, open_corpus
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, check_fraction, plan_split, split_documents
 from atoll.data.partition import IID, ByDomain, Dirichlet, Features, KMeans, Partition
 from atoll.data.prepare import is_prepared, open_prepared
-from atoll.data.shuffled_epochs import check_shards_setting
+from atoll.data.shuffled_epochs import OpenedData, check_shards_setting
 from atoll.data.token_batches import TokenBatches, TokenExamples, validation_batches
 from atoll.data.token_store import Tokens, encode_in_memory
 from atoll.data.tokenizer import Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
@@ -55,10 +55,7 @@ class Text:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.seq_len < 1:
-            raise ConfigError(f"seq_len={self.seq_len}: an example predicts at least 1 token.")
-        if self.eval_batches < 1:
-            raise ConfigError(f"eval_batches={self.eval_batches}: a model is evaluated on at least 1 batch.")
+        check_positive(self, "seq_len", "eval_batches")
         check_shards_setting(self.shards)
         check_limit_bytes(self.limit_bytes)
         check_fraction(self.validation_fraction)
@@ -96,12 +93,8 @@ class Text:
             )
         size = bpe_vocab_size(self.tokenizer)
         tokenizer = load_tokenizer(self.tokenizer) if size is None else train_bpe(train, size)
-        return LoadedText(
-            text=self,
-            train=encode_in_memory(train, tokenizer),
-            validation=encode_in_memory(validation, tokenizer),
-            tokenizer=tokenizer,
-        )
+        train_tokens, validation_tokens = (encode_in_memory(side, tokenizer) for side in (train, validation))
+        return LoadedText(settings=self, train=train_tokens, validation=validation_tokens, tokenizer=tokenizer)
 
     def _map(self, folder: str) -> LoadedText:
         prepared = open_prepared(folder)
@@ -112,14 +105,14 @@ class Text:
                     f"tokenizer={self.tokenizer!r} is not the one that {folder} was prepared with "
                     f"({prepared.meta.get('tokenizer')!r}). Leave it out: prepared text has its own."
                 )
-        return LoadedText(text=self, train=prepared.train, validation=prepared.validation, tokenizer=prepared.tokenizer)
+        return LoadedText(settings=self, train=prepared.train, validation=prepared.validation, tokenizer=prepared.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedText:
     """Tokens in memory or memory-mapped. May be opened several times, with other shards or another partition."""
 
-    text: Text
+    settings: Text
     train: Tokens
     validation: Tokens
     tokenizer: Tokenizer
@@ -129,33 +122,19 @@ class LoadedText:
         num_shards: int,
         batch_size: int,
         seed: int,
+        skip_batches: int = 0,
         features: Features | None = None,
         partition: Partition | None = None,
-        skip_batches: int = 0,
-    ) -> TextData:
+    ) -> OpenedData[TokenBatches, list[Tensor]]:
         """Training batches from `num_shards` shards, and validation batches.
 
-        `seed` decides the partition and the order within each shard. KMeans needs `features`, a model's features of tokens.
-        `partition` replaces the text's own. Each shard starts after its first `skip_batches` batches.
+        `seed` decides the partition and the order within each shard. Each shard starts after its first `skip_batches` batches.
+        KMeans needs `features`, a model's features of tokens. `partition` replaces the text's own.
         """
-        text = self.text
+        text = self.settings
         examples = TokenExamples(self.train, text.seq_len)
         shards = (partition or text.partition).shards(examples, num_shards, seed, features)
-        return TextData(
+        return OpenedData(
             train=TokenBatches(examples, shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches),
             validation=validation_batches(self.validation, seq_len=text.seq_len, batch_size=batch_size, count=text.eval_batches),
-            tokenizer=self.tokenizer,
-            vocab_size=self.tokenizer.vocab_size,
-            seq_len=text.seq_len,
         )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TextData:
-    """Training batches by shard and position, fixed validation batches, and the tokenizer."""
-
-    train: TokenBatches
-    validation: list[Tensor]
-    tokenizer: Tokenizer
-    vocab_size: int
-    seq_len: int

@@ -31,11 +31,10 @@ def uncompressed_suffix(path: Path) -> str:
 @contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
     """The file, decompressed as it is read. Raises DataError if it cannot be read or is damaged."""
-    damaged: tuple[type[Exception], ...] = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError, _DamagedFrame)
     try:
         with _open(path) as file:
             yield file
-    except damaged as error:
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError, _DamagedFrame) as error:
         raise DataError(f"{path} is a damaged or cut-short {path.suffix} file ({error}). Copy it again from its source.") from error
     except OSError as error:
         raise DataError(f"could not read {path}: {error.strerror or error}. Check the path and its permissions.") from error
@@ -52,7 +51,7 @@ def _open(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "rb"))
     if path.suffix == ".zst":
-        return io.BufferedReader(_ZstdFile(path), _CHUNK_BYTES)
+        return io.BufferedReader(_ChunkReader(_zstd_chunks(path)), _CHUNK_BYTES)
     return open(path, "rb")
 
 
@@ -60,51 +59,42 @@ class _DamagedFrame(Exception):
     pass
 
 
-class _ZstdFile(io.RawIOBase):
-    """A .zst file of one or more frames. Unlike the library's own reader it refuses a truncated file."""
+def _zstd_chunks(path: Path) -> Iterator[bytes]:
+    """The contents of a .zst file of one or more frames. Unlike the library's own reader this refuses a truncated file."""
+    zstandard: Any = require("zstandard", extra="zstd", purpose=".zst files")
+    frame: Any = None
+    compressed = b""
+    with open(path, "rb") as file:
+        while compressed := compressed or file.read(_CHUNK_BYTES):
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                yield frame.decompress(compressed)
+            except zstandard.ZstdError as error:
+                raise _DamagedFrame(str(error)) from error
+            compressed = frame.unused_data
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise _DamagedFrame("it ends in the middle of a frame")
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._zstandard: Any = require("zstandard", extra="zstd", purpose=".zst files")
-        self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
-        self._frame: Any = None
-        self._compressed = b""
-        self._ready = memoryview(b"")
+
+class _ChunkReader(io.RawIOBase):
+    """A file of these chunks."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._ready = chunks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            if not self._decompress():
+            chunk = next(self._chunks, None)
+            if chunk is None:
                 return 0
+            self._ready = memoryview(chunk)
         count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
-
-    def _decompress(self) -> bool:
-        """Decompress the next chunk; False at the end of the file."""
-        self._compressed = self._compressed or self._file.read(_CHUNK_BYTES)
-        if not self._compressed:
-            if self._frame is not None:
-                raise _DamagedFrame("it ends in the middle of a frame")
-            return False
-        if self._frame is None:
-            self._frame = self._zstandard.ZstdDecompressor().decompressobj()
-        try:
-            self._ready = memoryview(self._frame.decompress(self._compressed))
-        except self._zstandard.ZstdError as error:
-            raise _DamagedFrame(str(error)) from error
-        self._compressed = self._frame.unused_data if self._frame.eof else b""
-        if self._frame.eof:
-            self._frame = None
-        return True
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

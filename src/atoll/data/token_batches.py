@@ -6,9 +6,9 @@ example is that of the document at its first token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,6 @@ from atoll.data.token_store import Tokens
 _FINGERPRINT_TOKENS = 1 << 16
 _GATHER_BYTES = 64 << 20
 """Batches that are gathered on a device at once."""
-_MEMORY_FRACTION = 8
-"""Tokens are uploaded if they take at most one 8th of a device's free memory."""
 
 
 class TokenExamples:
@@ -49,57 +47,24 @@ class TokenExamples:
         rows: NDArray[np.int64] = self._rows[indices].astype(np.int64)
         return rows
 
+    def read_on(self, device: str, indices: NDArray[Any]) -> Tensor:
+        """These examples on a device. Only their indices are copied there, unless the tokens do not fit on it."""
+        ids = self.tokens.on_device(device)
+        if ids is None:
+            return _copy_to(device, self.read(indices))
+        rows = ids.as_strided((self.count, self.seq_len + 1), (self.seq_len, 1))
+        return rows.index_select(0, _copy_to(device, indices.astype(np.int64))).long()
+
     @cached_property
     def domain_ids(self) -> NDArray[np.int32]:
         """The domain of each example, as an index into `tokens.domains`."""
         return self.tokens.domains_at(np.arange(self.count, dtype=np.int64) * self.seq_len)
 
 
-class DeviceExamples:
-    """Gathers batches on a device, many steps at a time.
-
-    Copying each batch from host memory would make the host wait for the device at every step. So the tokens are uploaded once and
-    only the indices of examples travel. If the tokens do not fit, examples are read on the host instead.
-    """
-
-    def __init__(self, examples: TokenExamples, device: str) -> None:
-        self._examples, self._device = examples, torch.device(device)
-        self._rows = self._upload() if self._fits() else None
-
-    def _fits(self) -> bool:
-        if self._device.type != "cuda" or self._examples.tokens.is_uploaded(str(self._device)):
-            return True
-        free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        free_bytes += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)  # torch's own reserve
-        return len(self._examples.tokens) * 4 <= free_bytes // _MEMORY_FRACTION
-
-    def _upload(self) -> Tensor:
-        """All examples as overlapping rows."""
-        length = self._examples.seq_len
-        return self._examples.tokens.upload(str(self._device)).as_strided((self._examples.count, length + 1), (length, 1))
-
-    def batches(self, batch_indices: Iterator[NDArray[Any]]) -> Iterator[Tensor]:
-        row_bytes = 8 * (self._examples.seq_len + 1)
-        pending: list[NDArray[Any]] = []
-        for indices in batch_indices:
-            pending.append(indices)
-            if sum(map(len, pending)) * row_bytes >= _GATHER_BYTES:
-                yield from self._gather(pending)
-                pending = []
-        if pending:
-            yield from self._gather(pending)
-
-    def _gather(self, batches: Sequence[NDArray[Any]]) -> Iterator[Tensor]:
-        indices = np.concatenate(batches)
-        if self._rows is None:
-            rows = self._move(torch.from_numpy(self._examples.read(indices)))
-        else:
-            rows = self._rows.index_select(0, self._move(torch.from_numpy(indices.astype(np.int64)))).long()
-        yield from torch.split(rows, [len(batch) for batch in batches])
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        """Through pinned memory, so that the host does not wait for the copy."""
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+def _copy_to(device: str, numbers: NDArray[np.int64]) -> Tensor:
+    """Through pinned memory, so that the host does not wait for the copy."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor
 
 
 class TokenBatches(ShuffledShards):
@@ -113,8 +78,6 @@ class TokenBatches(ShuffledShards):
         sorted_shards = [np.sort(shard).astype(dtype) for shard in shards]
         super().__init__(sorted_shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches)
         self.seq_len, self._examples = examples.seq_len, examples
-        self._on_device: dict[str, DeviceExamples] = {}
-        self._upload_lock = Lock()
 
     def fingerprint(self) -> str:
         """A digest of a sample of the tokens, the shards and their order: equal for readers of the same batches."""
@@ -127,11 +90,13 @@ class TokenBatches(ShuffledShards):
         return torch.from_numpy(self._examples.read(self.indices(shard, position)))
 
     def ahead(self, shard: int, start: int, count: int, device: str) -> Iterator[Tensor]:
-        """Consecutive batches on a device, to which the tokens are uploaded once."""
-        with self._upload_lock:
-            if device not in self._on_device:
-                self._on_device[device] = DeviceExamples(self._examples, device)
-        return self._on_device[device].batches(self.indices(shard, position) for position in range(start, start + count))
+        """Consecutive batches on a device. Many are gathered at once: a copy of each batch from the host's memory would make the
+        host wait for the device at every step."""
+        gathered = math.ceil(_GATHER_BYTES / (8 * self.batch_size * (self.seq_len + 1)))
+        for first in range(start, start + count, gathered):
+            positions = range(first, min(first + gathered, start + count))
+            indices = np.concatenate([self.indices(shard, position) for position in positions])
+            yield from torch.split(self._examples.read_on(device, indices), self.batch_size)
 
     def tokens(self, batch: Tensor) -> int:
         """How many tokens of the batch are predicted."""

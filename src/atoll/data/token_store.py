@@ -12,14 +12,15 @@ All numbers are little-endian. Opening a file checks the header and the index; `
 from __future__ import annotations
 
 import json
+import math
 import struct
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -28,26 +29,23 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import DataError
 from atoll.core.serialization import replacing
-from atoll.data.corpus import Document
+from atoll.data.document_sources import Document
 from atoll.data.tokenizer import Ids, Tokenizer, dtype_for
 
 _ENCODE_BYTES = 1 << 20
 """Text that is encoded in one call of the tokenizer."""
+_UPLOAD_LOCK = Lock()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """The ids of all documents one after the other, uint16 or uint32, and where each document starts.
+    """The ids of all documents one after the other."""
 
-    `domain_ids` has an index into `domains` for each document.
-    """
-
-    ids: Ids
-    starts: NDArray[np.int64]
-    domain_ids: NDArray[np.int32]
+    ids: Ids  # uint16 or uint32
+    starts: NDArray[np.int64]  # of each document
+    domain_ids: NDArray[np.int32]  # for each document, an index into `domains`
     domains: tuple[str, ...]
-    vocab_size: int
-    tokenizer_digest: str
+    _uploads: dict[str, torch.Tensor | None] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -60,18 +58,21 @@ class Tokens:
         """For each token position, the index of its document's domain."""
         return self.domain_ids[np.searchsorted(self.starts, positions, side="right") - 1]
 
-    def upload(self, device: str) -> torch.Tensor:
-        """The ids on a device, as int32. Readers of one device share them."""
-        if device not in self._uploaded:
-            self._uploaded[device] = torch.from_numpy(np.asarray(self.ids).astype(np.int32)).to(device)
-        return self._uploaded[device]
+    def on_device(self, device: str) -> torch.Tensor | None:
+        """The ids on a device, as int32, uploaded once for all readers; None if they would take too much of its memory."""
+        with _UPLOAD_LOCK:
+            if device not in self._uploads:
+                fit = 4 * len(self) <= _upload_limit(torch.device(device))
+                self._uploads[device] = torch.from_numpy(self.ids.astype(np.int32)).to(device) if fit else None
+            return self._uploads[device]
 
-    def is_uploaded(self, device: str) -> bool:
-        return device in self._uploaded
 
-    @cached_property
-    def _uploaded(self) -> dict[str, torch.Tensor]:
-        return {}
+def _upload_limit(device: torch.device) -> float:
+    """Bytes of tokens that a device may hold: one 8th of its free memory."""
+    if device.type != "cuda":
+        return math.inf
+    cached_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + cached_by_torch) // 8
 
 
 class DocumentIndex:
@@ -88,11 +89,11 @@ class DocumentIndex:
         self.num_tokens += num_tokens
 
 
-def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Ids]]:
-    """Each document with its ids and the end-of-text id. Documents are encoded about 1 MiB of text at a time."""
-    batch, size = list[Document](), 0
+def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Ids]:
+    """The ids of each document, with the end-of-text id. Documents are encoded about 1 MiB of text at a time."""
+    batch, size = list[str](), 0
     for document in documents:
-        batch.append(document)
+        batch.append(document.text)
         size += len(document.text)
         if size >= _ENCODE_BYTES:
             yield from _encode_batch(batch, tokenizer)
@@ -100,15 +101,15 @@ def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer) -> Ite
     yield from _encode_batch(batch, tokenizer)
 
 
-def _encode_batch(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Ids]]:
+def _encode_batch(texts: list[str], tokenizer: Tokenizer) -> Iterator[Ids]:
     end, dtype = tokenizer.end_of_text, dtype_for(tokenizer.vocab_size)
-    for document, ids in zip(batch, tokenizer.encode_batch([document.text for document in batch]), strict=True):
-        yield document, ids.astype(dtype) if end is None else np.append(ids, end).astype(dtype)
+    for ids in tokenizer.encode_batch(texts):
+        yield ids.astype(dtype) if end is None else np.append(ids, end).astype(dtype)
 
 
-def encode_in_memory(documents: Iterable[Document], tokenizer: Tokenizer) -> Tokens:
+def encode_in_memory(documents: Sequence[Document], tokenizer: Tokenizer) -> Tokens:
     index, parts = DocumentIndex(), []
-    for document, ids in encode_documents(documents, tokenizer):
+    for document, ids in zip(documents, encode_documents(documents, tokenizer), strict=True):
         index.add(document.domain, len(ids))
         parts.append(ids)
     if not parts:
@@ -118,8 +119,6 @@ def encode_in_memory(documents: Iterable[Document], tokenizer: Tokenizer) -> Tok
         starts=np.array(index.starts, dtype=np.int64),
         domain_ids=np.array(index.domain_ids, dtype=np.int32),
         domains=tuple(index.domains),
-        vocab_size=tokenizer.vocab_size,
-        tokenizer_digest=tokenizer.digest,
     )
 
 
@@ -134,7 +133,7 @@ _REMEDY = "Copy it again from its source, or prepare it again."
 
 
 class TokenFileHeader(NamedTuple):
-    """The header's fields, in the order of the file."""
+    """The fields of a file's header, in their order."""
 
     magic: bytes
     version: int
@@ -234,19 +233,13 @@ def open_token_file(path: str | Path, tokenizer_digest: str | None = None) -> To
         starts=np.frombuffer(index, dtype="<i8", count=count),
         domain_ids=np.frombuffer(index, dtype="<i4", count=count, offset=8 * count),
         domains=tuple(json.loads(index[12 * count :])),
-        vocab_size=header.vocab_size,
-        tokenizer_digest=header.tokenizer_digest.hex(),
     )
 
 
 def verify_token_file(path: str | Path) -> None:
     """Read all tokens and compare them with their checksum; DataError if they differ."""
-    tokens, (header, _) = open_token_file(path), _read_header_and_index(Path(path))
-    state = blake2b(digest_size=_CHECKSUM_BYTES)
-    step = 1 << 22
-    for start in range(0, len(tokens), step):
-        state.update(np.ascontiguousarray(tokens.ids[start : start + step]).view(np.uint8).data)
-    if state.digest() != header.tokens_checksum:
+    header, _ = _read_header_and_index(Path(path))
+    if _checksum(open_token_file(path).ids.data) != header.tokens_checksum:
         raise DataError(f"{path} is damaged: its tokens do not match their checksum. {_REMEDY}")
 
 
@@ -285,5 +278,5 @@ def _checked_header(path: Path, data: bytes, file_bytes: int) -> TokenFileHeader
     return header
 
 
-def _checksum(data: bytes) -> bytes:
+def _checksum(data: bytes | memoryview) -> bytes:
     return blake2b(data, digest_size=_CHECKSUM_BYTES).digest()

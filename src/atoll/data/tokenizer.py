@@ -1,6 +1,8 @@
-"""Tokenizers: bytes, or byte-level BPE by the `tokenizers` library.
+"""Tokenizers turn text into ids from 0 to `vocab_size` - 1 and back: bytes, or byte-level BPE by the `tokenizers` library.
 
-A tokenizer has a digest, which token files store. So tokens are never read with a tokenizer other than the one that wrote them.
+The id `end_of_text` separates documents; encoding a text never gives it. Decoding turns invalid UTF-8 into the replacement
+character. Equal digests mean equal ids for every text. Token files store the digest, so tokens are never read with a tokenizer
+other than the one that wrote them.
 
 >>> tokenizer = ByteTokenizer()
 >>> tokenizer.encode("né").tolist()
@@ -16,41 +18,17 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.data.corpus import END_OF_TEXT, Document
+from atoll.data.document_sources import END_OF_TEXT, Document
 from atoll.data.text_files import COMPRESSED_SUFFIXES, read_text
 
 Ids = NDArray[np.unsignedinteger[Any]]
-
-
-class Tokenizer(Protocol):
-    """Turns text into ids from 0 to `vocab_size` - 1, and back."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def end_of_text(self) -> int | None:
-        """The id that separates documents, if there is one. Encoding a text never gives it."""
-
-    @property
-    def digest(self) -> str:
-        """32 hexadecimal digits; equal digests mean equal ids for every text."""
-
-    def encode(self, text: str) -> Ids:
-        """The ids of a text, without end_of_text."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of several texts; faster than one by one."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of these ids. Invalid UTF-8 becomes the replacement character."""
 
 
 class ByteTokenizer:
@@ -110,6 +88,9 @@ class BPETokenizer:
         return str(self._tokenizer.decode(_checked_ids(ids, self.vocab_size), skip_special_tokens=False))
 
 
+Tokenizer = ByteTokenizer | BPETokenizer
+
+
 def dtype_for(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     """The narrowest dtype in which tokens are stored."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
@@ -148,6 +129,11 @@ def load_tokenizer(spec: str) -> Tokenizer:
             f"or bpe:VOCAB to train one."
         )
     return BPETokenizer(read_text(path), source=str(path))
+
+
+def load_saved_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer that a run or `prepare` saved; bytes if there is no such file."""
+    return load_tokenizer(str(file)) if file.exists() else ByteTokenizer()
 
 
 def bpe_vocab_size(spec: str) -> int | None:

@@ -16,16 +16,19 @@ torch.Size([2, 10, 257])
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError
 
+M = TypeVar("M", bound=nn.Module)
 INIT_STD = 0.02
 NORM_EPS = 1e-5
 
@@ -56,9 +59,7 @@ class GPT:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("layers", "width", "heads", "head_size", "ffn_multiple"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: a decoder needs at least 1. GPT.tiny() is a shape that works.")
+        check_positive(self, "layers", "width", "heads", "head_size", "ffn_multiple")
         if self.head_size % 2:
             raise ConfigError(f"head_size={self.head_size} is odd: rotary positions rotate pairs. Use an even head_size.")
         if not self.rope_base > 1:
@@ -129,10 +130,10 @@ class Decoder(nn.Module):
         self.config = config
         self.used_vocab = used_vocab
         self.seq_len = seq_len
-        self.embedding = UninitializedEmbedding(padded_vocab, config.width)
+        self.embedding = _uninitialized(nn.Embedding, padded_vocab, config.width)
         self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=NORM_EPS)
-        self.head = None if config.tied else UninitializedLinear(config.width, padded_vocab, bias=False)
+        self.head = None if config.tied else _uninitialized(nn.Linear, config.width, padded_vocab, bias=False)
         cos, sin = rotary_tables(seq_len, config.head_size, config.rope_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -218,8 +219,8 @@ class Attention(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
         self.heads, self.head_size = config.heads, config.head_size
-        self.qkv = UninitializedLinear(config.width, 3 * config.heads * config.head_size, bias=False)
-        self.out = UninitializedLinear(config.heads * config.head_size, config.width, bias=False)
+        self.qkv = _uninitialized(nn.Linear, config.width, 3 * config.heads * config.head_size, bias=False)
+        self.out = _uninitialized(nn.Linear, config.heads * config.head_size, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -234,25 +235,16 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config: GPT) -> None:
         super().__init__()
-        self.up = UninitializedLinear(config.width, config.ffn_multiple * config.width, bias=False)
-        self.down = UninitializedLinear(config.ffn_multiple * config.width, config.width, bias=False)
+        self.up = _uninitialized(nn.Linear, config.width, config.ffn_multiple * config.width, bias=False)
+        self.down = _uninitialized(nn.Linear, config.ffn_multiple * config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.down(F.gelu(self.up(x))))  # exact GELU: on CPU it is faster than the tanh form
 
 
-class UninitializedLinear(nn.Linear):
-    """Leaves initialization to `Decoder.reset`; torch would draw from the global RNG."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class UninitializedEmbedding(nn.Embedding):
-    """Leaves initialization to `Decoder.reset`; torch would draw from the global RNG."""
-
-    def reset_parameters(self) -> None:
-        pass
+def _uninitialized(kind: Callable[..., M], *sizes: int, **options: bool) -> M:
+    """A layer whose weights `Decoder.reset` draws; torch would draw them from the global RNG."""
+    return cast(M, skip_init(kind, *sizes, **options))  # type: ignore[no-untyped-call]
 
 
 def rotary_tables(seq_len: int, head_size: int, base: float) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError
 
 
@@ -26,8 +26,7 @@ class MLP:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.hidden < 1:
-            raise ConfigError(f"hidden={self.hidden}: the hidden layer has at least 1 unit. MLP.small() has 128.")
+        check_positive(self, "hidden")
 
     def build(self, inputs: int, outputs: int, seed: int) -> nn.Sequential:
         """A module in float32 with torch's default initial weights, drawn with `seed`. The global RNG keeps its state.

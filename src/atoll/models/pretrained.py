@@ -44,13 +44,8 @@ class Pretrained:
         if isinstance(self.frozen, str):
             raise ConfigError(f"model.frozen={self.frozen!r} is not a list. Give one, such as [{self.frozen!r}].")
 
-    @property
-    def folder(self) -> Path:
-        self.check()
-        return Path(self.path).expanduser()
-
-    def check(self) -> None:
-        """Raise ConfigError if the folder is missing or holds no model."""
+    def check(self) -> Path:
+        """The model's folder. Raises ConfigError if it is missing or holds no model."""
         if not self.path:
             raise ConfigError("model.path is not given: it is the folder of a Hugging Face model. Set it: --set model.path=FOLDER.")
         folder = Path(self.path).expanduser()
@@ -66,19 +61,20 @@ class Pretrained:
                 f"{folder} has a config.json but no weights ({' or '.join(_WEIGHTS)}). Copy them there, or save the model with "
                 f"`save_pretrained`."
             )
+        return folder
 
     def build(self) -> nn.Module:
         """A new module in float32 with the folder's weights, in training mode. The global RNG keeps its state.
 
         Raises ConfigError if the folder's files are incomplete, or if all parameters are frozen.
         """
-        module = _load(self.folder).float().train()
+        module = _load(self.check()).float().train()
         self._freeze(module)
         return module
 
     def fingerprint(self) -> str:
         """A digest of the config and of samples of the weights: equal for folders that hold the same model."""
-        folder, state = self.folder, blake2b(digest_size=16)
+        folder, state = self.check(), blake2b(digest_size=16)
         state.update((folder / "config.json").read_bytes())
         for path in _weight_files(folder):
             size = path.stat().st_size

@@ -60,17 +60,13 @@ class Adam:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Adam with decoupled weight decay. The defaults are DiLoCo's inner optimizer.
-
-    Attributes:
-        decay: which weights decay: tensors with two or more dimensions (so neither biases nor the gains of norms), or all.
-    """
+    """Adam with decoupled weight decay. The defaults are DiLoCo's inner optimizer."""
 
     lr: float | Schedule = 4e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    decay: Literal["matrices", "all"] = "matrices"
+    decay: Literal["matrices", "all"] = "matrices"  # which weights: tensors of two or more dimensions (no biases, no norms), or all
 
     def __post_init__(self) -> None:
         if self.decay not in ("matrices", "all"):

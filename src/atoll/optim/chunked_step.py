@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from atoll.core.flat_tree import Tree, empty
+from atoll.core.nested_trees import trees_in, with_trees
 from atoll.core.protocols import Rule
-from atoll.core.pytree import trees_in, with_trees
 from atoll.optim.in_place import check_layouts
 
 _CHUNK = 1 << 16  # smaller than that of `elementwise`: a slice of a model may be small
@@ -47,14 +47,7 @@ class Stepped(NamedTuple):
 
 
 def preview(
-    rule: Rule,
-    params: Tree,
-    gradient: Tree,
-    state: Any,
-    *,
-    over: float = 1.0,
-    times: float = 1.0,
-    sent: torch.dtype | None = None,
+    rule: Rule, params: Tree, gradient: Tree, state: Any, *, over: float = 1.0, times: float = 1.0, sent: torch.dtype | None = None
 ) -> Tree:
     """The weights after a step with `gradient / over * times`, in the precision `sent` (none: the gradient's).
 

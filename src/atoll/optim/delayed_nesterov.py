@@ -53,18 +53,14 @@ class DelayedState(NamedTuple):
 class DelayedNesterov:
     """Nesterov momentum that is refreshed once per period of arrivals, while every arrival moves the weights.
 
-    Attributes:
-        lr: of a whole period, as in synchronous training. The position on a schedule is the number of whole periods so far, so
-            that all arrivals of a period have one rate.
-        momentum: the share of the velocity that is kept from period to period.
-        period: arrivals from one refreshment of the momentum to the next; the number of workers, or a multiple of it.
-        activation: the share of the old momentum that each arrival but the last applies; the last applies the rest of the new.
+    `lr` is that of a whole period, as in synchronous training. The position on a schedule is the number of whole periods so far, so
+    that all arrivals of a period have one rate.
     """
 
     lr: float | Schedule = 0.7
-    momentum: float = 0.9
-    period: int
-    activation: float = 0.0
+    momentum: float = 0.9  # the share of the velocity that is kept from period to period
+    period: int  # arrivals from one refreshment of the momentum to the next; the number of workers, or a multiple of it
+    activation: float = 0.0  # the share of the old momentum that each arrival but the last applies; the last applies the rest
 
     def __post_init__(self) -> None:
         check_types(self)

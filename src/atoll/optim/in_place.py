@@ -6,14 +6,14 @@ donated gradient's buffer returns to the pool.
 
 `update_in_place` takes a quarter (AdamW) to two thirds (Nesterov) of the time of `update`; with donated weights a sixth to a half,
 and no further memory (benchmarks/hub_step.py). No algorithm chooses between the two. `@rule_update` does, by what the engine
-donated, and `hub_algorithm` for a hub, which owns its moments.
+donated, and `HubStep` for a hub, which owns its moments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -22,12 +22,11 @@ from torch.nn.functional import pad
 
 from atoll.core.chunked_elementwise import CHUNK
 from atoll.core.flat_tree import Tree, empty
-from atoll.core.memoize import once
+from atoll.core.nested_trees import trees_in
 from atoll.core.protocols import Arrival, AsyncAlgorithm
-from atoll.core.pytree import trees_in
+from atoll.core.shared_results import once
 
 F = TypeVar("F", bound=Callable[..., Any])
-A = TypeVar("A")
 
 
 @runtime_checkable
@@ -73,25 +72,18 @@ class HubRule:
         return self.rule.update_in_place(params, gradient, state)
 
 
-def hub_algorithm(algorithm: A, state: Any) -> A:
-    """The algorithm with rules that update in place, if its State declares donated fields; else itself."""
-    if not (is_dataclass(algorithm) and is_dataclass(state) and any(f.metadata.get("donated") for f in fields(state))):
-        return algorithm
-    rules = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
-    in_place = {name: HubRule(rule) for name, rule in rules.items() if isinstance(rule, InPlaceRule)}
-    return cast(A, replace(cast(Any, algorithm), **in_place))
-
-
 class HubStep:
-    """A hub's step for one arrival, in the buffers that the hub owns.
+    """A hub's step for one arrival. If the State declares donated fields, rules update in place, in buffers that the hub owns.
 
-    A pure algorithm, which declares nothing donated, may read the delta more than once: it gets a plain handle.
+    Else the algorithm is pure and may read the delta more than once: it gets a plain handle.
     """
 
     def __init__(self, algorithm: AsyncAlgorithm[Any], state: Any) -> None:
-        self._algorithm = hub_algorithm(algorithm, state)
-        self._is_pure = self._algorithm is algorithm
-        self._rules = [] if self._is_pure else [rule for rule in vars(self._algorithm).values() if isinstance(rule, HubRule)]
+        donates = is_dataclass(algorithm) and is_dataclass(state) and any(f.metadata.get("donated") for f in fields(state))
+        settings = {f.name: getattr(algorithm, f.name) for f in fields(cast(Any, algorithm))} if donates else {}
+        rules = {name: HubRule(rule) for name, rule in settings.items() if isinstance(rule, InPlaceRule)}
+        self._algorithm: Any = replace(cast(Any, algorithm), **rules) if donates else algorithm
+        self._rules, self._is_pure = list(rules.values()), not donates
 
     def __call__(self, state: Any, arrival: Arrival) -> tuple[Any, list[Tree]]:
         """The next State, and the temporary Trees of this step."""
@@ -179,21 +171,9 @@ def fused_adamw(
     rows = bodies + padded
     if not rows:
         return
-    torch._fused_adamw_(
-        [row.weights for row in rows],
-        [row.gradient for row in rows],
-        [row.mean for row in rows],
-        [row.square for row in rows],
-        [],
-        [torch.full((), float(step), device=moments.weights.device)] * len(rows),
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    steps = [torch.full((), float(step), device=moments.weights.device)] * len(rows)
+    kernel = partial(torch._fused_adamw_, *map(list, zip(*rows, strict=True)), [], steps, amsgrad=False, maximize=False)
+    kernel(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps)
     for row, updated in zip(ends, padded, strict=True):
         for end, values in ((row.weights, updated.weights), (row.mean, updated.mean), (row.square, updated.square)):
             end.copy_(values[: end.numel()])
@@ -211,6 +191,9 @@ def _cut(moments: Moments, ranges: Iterable[tuple[int, int]]) -> tuple[list[Mome
     return bodies, ends
 
 
+_fused_sgd = partial(torch._fused_sgd_, dampening=0.0, maximize=False, is_first_step=False)
+
+
 def fused_momentum(
     weights: Tensor, gradient: Tensor, velocity: Tensor, *, lr: float, momentum: float, nesterov: bool, weight_decay: float
 ) -> int:
@@ -220,25 +203,9 @@ def fused_momentum(
         return 0
     whole = weights.numel() - weights.numel() % VECTOR
     if whole:
-        _momentum(weights[:whole], gradient[:whole], velocity[:whole], lr, momentum, nesterov, weight_decay)
+        buffers = ([buffer[:whole]] for buffer in (weights, gradient, velocity))
+        _fused_sgd(*buffers, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
     return whole
-
-
-def _momentum(
-    weights: Tensor, gradient: Tensor, velocity: Tensor, lr: float, momentum: float, nesterov: bool, weight_decay: float
-) -> None:
-    torch._fused_sgd_(
-        [weights],
-        [gradient],
-        [velocity],
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=lr,
-        dampening=0.0,
-        nesterov=nesterov,
-        maximize=False,
-        is_first_step=False,
-    )
 
 
 @cache
@@ -251,7 +218,7 @@ def _rounds_as_the_readable_form() -> bool:
         moved = m.mul(0.9).add_(decayed)
         ahead = torch.add(decayed, moved, alpha=0.9)
         expected = torch.add(w, ahead, alpha=-0.7)
-        _momentum(w, g, m, 0.7, 0.9, True, 0.3)
+        _fused_sgd([w], [g], [m], lr=0.7, momentum=0.9, nesterov=True, weight_decay=0.3)
         if not (torch.equal(m, moved) and torch.equal(w, expected)):
             return False
     return True

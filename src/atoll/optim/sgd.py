@@ -29,7 +29,7 @@ class SGDState(NamedTuple):
 
 
 class MomentumState(NamedTuple):
-    step: int  # updates so far; the position on the schedule
+    step: int
     velocity: Tree  # the decaying sum of the gradients
 
 
@@ -88,7 +88,9 @@ class _WithMomentum:
         """The bits of `update`, computed in the buffers of `state`, and of `params` if donated."""
         check_layouts(params, gradient, state.velocity)
         (old, new), velocity, lr = old_and_new(params), state.velocity.claim(), at(self.lr, state.step)
-        done = self._fused(new, gradient, velocity, lr) if new is old else 0
+        done, flats = 0, (new.flat, gradient.flat, velocity.flat)
+        if new is old:
+            done = fused_momentum(*flats, lr=lr, momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay)
         for w, next_w, g, m, room in windows(old, new, gradient, velocity, start=done):
             g = _decayed(g, w, self.weight_decay, room)
             m.mul_(self.momentum).add_(g)
@@ -96,18 +98,6 @@ class _WithMomentum:
             torch.add(w, ahead, alpha=-lr, out=next_w)
         release_donated(gradient, but=new)
         return new, MomentumState(state.step + 1, velocity)
-
-    def _fused(self, params: Tree, gradient: Tree, velocity: Tree, lr: float) -> int:
-        """The step by torch's fused kernel. Returns the number of elements, from the first on, that it updated."""
-        return fused_momentum(
-            params.flat,
-            gradient.flat,
-            velocity.flat,
-            lr=lr,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-            weight_decay=self.weight_decay,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,20 +31,16 @@ class DataParallelDevices:
     def __init__(self, workload: Workload, devices: Sequence[str], dtype: torch.dtype | None) -> None:
         self.devices = tuple(devices)
         modules = [cast_parameters(workload.module().to(device), dtype) for device in devices]
-        self._copies: list[TrainableWeights] = [trainable_weights(module) for module in modules]
+        self.copies: list[TrainableWeights] = [trainable_weights(module) for module in modules]
         self._pool = ThreadPoolExecutor(len(devices), thread_name_prefix="device")
 
     def backward(
         self, own: TrainableWeights, device: str, parts: Sequence[Part], compute: Backward[Part], *, in_turn: bool
     ) -> Tensor | None:
-        """Adds the gradient of all parts, one per device, to that of the replica's own weights.
-
-        Args:
-            parts: of a batch; the first is for `device`.
-            in_turn: compute the parts one after the other, because modules draw from one random generator.
-        """
+        """Adds the gradient of all parts of a batch, one per device, to that of the replica's own weights. The first part is for
+        `device`. Devices compute `in_turn` if modules draw from one random generator."""
         weights, threads = own.borrowed(), torch.get_num_threads()
-        for copy in self._copies:  # before the first pass, which may change the buffers
+        for copy in self.copies:  # before the first pass, which may change the buffers
             copy_buffers(copy.module, dict(own.module.named_buffers()))
 
         def compute_part(copy: TrainableWeights, there: str, part: Part) -> Tensor | None:
@@ -54,7 +50,7 @@ class DataParallelDevices:
                 copy.zero_gradient()
                 return compute(copy.module, there, part)
 
-        jobs = list(zip(self._copies, self.devices, parts[1:], strict=True))
+        jobs = list(zip(self.copies, self.devices, parts[1:], strict=True))
         futures = [] if in_turn else [self._pool.submit(compute_part, *job) for job in jobs]
         total = compute(own.module, device, parts[0])
         for number, job in enumerate(jobs):
@@ -63,14 +59,6 @@ class DataParallelDevices:
             if loss is not None:
                 total = loss.to(device) if total is None else total + loss.to(device)
         return total
-
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """All tensors of the copies, by kind."""
-        modules = [copy.module for copy in self._copies]
-        return {
-            "parameters": [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())],
-            "gradients": [gradient for copy in self._copies for gradient in copy.gradients()],
-        }
 
 
 def _add_gradients(own: TrainableWeights, copy: TrainableWeights) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,59 +22,14 @@ from atoll.core.flat_tree import Tree, empty, trainable
 from atoll.core.layout import Layout, Piece
 
 
-class TrainableWeights(Protocol):
-    """The weights and gradients of a module that a replica trains."""
-
-    module: nn.Module
-    layout: Layout
-
-    def load(self, params: Tree) -> None:
-        """Write these weights into the module."""
-
-    def read(self) -> Tree:
-        """A copy of the module's weights."""
-
-    def borrowed(self) -> Tree:
-        """The module's weights, borrowed: they change with it."""
-
-    def equals(self, params: Tree) -> bool:
-        """Whether the module has these weights, bit for bit after rounding to its precision."""
-
-    def zero_gradient(self) -> None:
-        """Called before backward passes whose gradients an optimizer reads."""
-
-    def gather_gradient(self) -> None:
-        """Called after these passes and before the optimizer's step."""
-
-    def begin_accumulation(self, onto: Tree | None, *, wide: bool = False) -> None:
-        """Backward passes add to the gradients `onto`, which are donated, else to zeros. `wide` adds gradients of
-        half precision up in single precision."""
-
-    def end_accumulation(self) -> Tree:
-        """The accumulated gradients."""
-
-    def decay_groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
-        """The parameters for an optimizer: those with weight decay (matrices), and the others."""
-
-    def gradients(self) -> Sequence[Tensor]:
-        """All gradients, which the caller may scale in place."""
-
-
-def trainable_weights(module: nn.Module) -> TrainableWeights:
-    """The module made flat, or left as it is if its parameters have several dtypes."""
-    dtypes = {parameter.dtype for parameter in trainable(module).values()}
-    return FlatModule(module) if len(dtypes) == 1 else UnflattenedModule(module)
-
-
 class FlatModule:
     """A module whose trainable parameters are views of one flat buffer. An optimizer reads its gradients from a second buffer;
     accumulation has backward passes add to a buffer of the caller."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = trainable(module)
-        dtypes = {parameter.dtype for parameter in parameters.values()}
-        assert len(dtypes) == 1, f"a flat buffer needs one dtype, this module has {sorted(map(str, dtypes))}: use UnflattenedModule"
-        if _shares_a_buffer(parameters):
+        storages = [parameter.untyped_storage().data_ptr() for parameter in parameters.values() if parameter.numel()]
+        if len(set(storages)) < len(storages):  # `trainable` lists tied parameters once
             raise ConfigError(
                 "this module lies in a flat buffer already: Workload.module() must return a new module at every call."
             )
@@ -88,42 +42,43 @@ class FlatModule:
         for name, parameter in parameters.items():
             weights[name].copy_(parameter.detach())
             parameter.data = weights[name]
-        self._grads: Tensor | None = None
-        """The optimizer's gradient buffer, allocated at its first use."""
+        self._grads: Tensor | None = None  # the optimizer's gradient buffer, allocated at its first use
         self._grad_views: Mapping[str, Tensor] = {}
-        self._bound: Tensor | None = None
-        """The buffer that holds the gradients now."""
-        self._adds = False
-        """Whether backward passes add to it."""
+        self._bound: Tensor | None = None  # the buffer that holds the gradients now
+        self._adds = False  # whether backward passes add to it
         self._wide_sum: Tensor | None = None
         self._matrices = sum(piece.count for piece in self.layout.pieces if len(piece.shape) >= 2)
-        self._groups = [self._group(0, self._matrices), self._group(self._matrices, self.layout.numel)]
-
-    def _group(self, start: int, stop: int) -> list[nn.Parameter]:
-        return [nn.Parameter(self._params[start:stop])] if start < stop else []
+        parts = self._params[: self._matrices], self._params[self._matrices :]
+        self._groups = tuple([nn.Parameter(part)] if len(part) else [] for part in parts)
 
     def load(self, params: Tree) -> None:
+        """Writes these weights into the module."""
         self._check()
         assert params.layout == self.layout, "these weights have another model's layout"
         self._params.copy_(params.flat)
 
     def borrowed(self) -> Tree:
+        """The module's weights, borrowed: they change with it."""
         self._check()
         return Tree(self.layout, self._params).borrow()
 
     def read(self) -> Tree:
+        """A copy of the module's weights."""
         self._check()
         return Tree(self.layout, empty(self.layout.numel, self._params.dtype, self._params.device).copy_(self._params))
 
     def equals(self, params: Tree) -> bool:
+        """Whether the module has these weights, bit for bit after rounding to its precision."""
         self._check()
         return params.layout == self.layout and torch.equal(self._params, params.flat.to(self._params.dtype))
 
     def zero_gradient(self) -> None:
+        """Called before backward passes whose gradients an optimizer reads."""
         self._unbind()
 
     def gather_gradient(self) -> None:
-        """Copies the gradients that passes made into the buffer. Adding to zeros there would move twice as many bytes."""
+        """Called after these passes and before the optimizer's step: copies the gradients that they made into the buffer. Adding to
+        zeros there would move twice as many bytes."""
         if self._bound is not None:
             return
         own = self._optimizer_gradients()
@@ -136,21 +91,17 @@ class FlatModule:
         self._bound = own
 
     def begin_accumulation(self, onto: Tree | None, *, wide: bool = False) -> None:
+        """Backward passes add to the gradients `onto`, which are donated, else to zeros. `wide` adds gradients of half precision up
+        in single precision."""
         wide = wide and self._params.dtype.itemsize < torch.float32.itemsize
         dtype = torch.float32 if wide else self._params.dtype
-        if onto is None:
-            flat = empty(self.layout.numel, dtype, self._params.device).zero_()
-        else:
-            assert onto.flat.dtype == dtype, "gradients are added up in one precision"
-            flat = onto.claim().flat
-        if wide:
-            self._wide_sum = flat
-            self._bind(self._optimizer_gradients().zero_())
-        else:
-            self._wide_sum = None
-            self._bind(flat)
+        assert onto is None or onto.flat.dtype == dtype, "gradients are added up in one precision"
+        flat = empty(self.layout.numel, dtype, self._params.device).zero_() if onto is None else onto.claim().flat
+        self._wide_sum = flat if wide else None
+        self._bind(self._optimizer_gradients().zero_() if wide else flat)
 
     def end_accumulation(self) -> Tree:
+        """The accumulated gradients."""
         self._check()
         assert self._bound is not None, "begin_accumulation() comes first"
         if self._wide_sum is None:
@@ -161,9 +112,11 @@ class FlatModule:
         return Tree(self.layout, total)
 
     def decay_groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
+        """The parameters for an optimizer: those with weight decay (matrices), and the others."""
         return self._groups[0], self._groups[1]
 
     def gradients(self) -> Sequence[Tensor]:
+        """All gradients, which the caller may scale in place."""
         return [] if self._bound is None else [self._bound]
 
     def _optimizer_gradients(self) -> Tensor:
@@ -189,19 +142,13 @@ class FlatModule:
     def _check(self) -> None:
         """`.to()`, `zero_grad()` to None and `load_state_dict(assign=True)` silently take a module out of its buffer."""
         first = self.module.get_parameter(next(iter(self._parameters)))  # by name, since it may have been replaced
-        bound = self._bound if self._adds else None
-        astray = bound is not None and (first.grad is None or first.grad.data_ptr() != bound.data_ptr())
+        gradient = self._bound if self._adds else None
+        astray = gradient is not None and (first.grad is None or first.grad.data_ptr() != gradient.data_ptr())
         if first.data_ptr() != self._params.data_ptr() or astray:
             raise RuntimeError(
                 "the module's parameters or gradients no longer lie in its flat buffer: something called .to(), .zero_grad() or "
                 "the like on it. Move or cast the module before it is made flat, and zero gradients with zero_gradient()."
             )
-
-
-def _shares_a_buffer(parameters: Mapping[str, nn.Parameter]) -> bool:
-    """Whether two parameters have one storage, as in a flat buffer: `trainable` lists tied parameters once."""
-    storages = [parameter.untyped_storage().data_ptr() for parameter in parameters.values() if parameter.numel()]
-    return len(set(storages)) < len(storages)
 
 
 class ModuleWeights:
@@ -254,7 +201,7 @@ class ModuleWeights:
 
     def take_gradients(self, onto: Tree | None, weight: float, *, wide: bool) -> Tree:
         """Moves the module's gradients times `weight` onto those in `onto`, which is donated."""
-        flat = self._empty(wide).zero_() if onto is None else onto.claim().flat
+        flat = self.zero_gradients(wide=wide).flat if onto is None else onto.claim().flat
         for part, parameter in self._parts(flat):
             if parameter.grad is not None:
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
@@ -264,7 +211,8 @@ class ModuleWeights:
 
     def zero_gradients(self, *, wide: bool) -> Tree:
         """Gradients that are all zero."""
-        return Tree(self.layout, self._empty(wide).zero_())
+        dtype = torch.promote_types(self.layout.dtype, torch.float32) if wide else self.layout.dtype
+        return Tree(self.layout, empty(self.layout.numel, dtype, self.device).zero_())
 
     def untrained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Frozen parameters and buffers, which the caller may overwrite in place."""
@@ -272,10 +220,6 @@ class ModuleWeights:
         for name, tensor in (*frozen, *self.module.named_buffers()):
             if tensor.layout == torch.strided:
                 yield _plain_name(self.module, name), local(tensor)
-
-    def _empty(self, wide: bool) -> Tensor:
-        dtype = self.layout.dtype
-        return empty(self.layout.numel, torch.promote_types(dtype, torch.float32) if wide else dtype, self.device)
 
     def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, nn.Parameter]]:
         """Each parameter with its part of a buffer."""
@@ -304,7 +248,7 @@ class ModuleWeights:
 
 
 class UnflattenedModule(ModuleWeights):
-    """A module with parameters of several dtypes. A TrainableWeights."""
+    """A module with parameters of several dtypes, with the methods of a `FlatModule`."""
 
     _onto: Tree | None = None
 
@@ -341,6 +285,15 @@ class UnflattenedModule(ModuleWeights):
 
     def gradients(self) -> Sequence[Tensor]:
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+
+
+TrainableWeights = FlatModule | UnflattenedModule  # the weights and gradients of a module that a replica trains
+
+
+def trainable_weights(module: nn.Module) -> TrainableWeights:
+    """The module made flat, or left as it is if its parameters have several dtypes."""
+    dtypes = {parameter.dtype for parameter in trainable(module).values()}
+    return FlatModule(module) if len(dtypes) == 1 else UnflattenedModule(module)
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

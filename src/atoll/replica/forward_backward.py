@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import ConfigError
-from atoll.core.protocols import Batches
+from atoll.core.protocols import Workload
 from atoll.replica.data_parallel import DataParallelDevices
 from atoll.replica.flat_parameters import TrainableWeights
 
@@ -25,32 +25,19 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardBackward:
-    """Computes the gradients of one replica.
-
-    Attributes:
-        weights: of the module, to whose gradients passes add.
-        batches: count the tokens of a micro-batch.
-        plain_loss: the same loss, not compiled.
-        data_parallel: further devices, each of which computes a share of every batch.
-        autocast: run forward passes in bfloat16 (CUDA only).
-    """
+    """Computes the gradients of one replica."""
 
     weights: TrainableWeights
-    batches: Batches
-    loss: Loss
-    plain_loss: Loss
+    workload: Workload
+    loss: Loss  # the workload's, or a compiled form of it
     device: str
-    data_parallel: DataParallelDevices | None
-    autocast: bool
+    data_parallel: DataParallelDevices | None  # further devices, each of which computes a share of every batch
+    autocast: bool  # run forward passes in bfloat16 (CUDA only)
 
     def backward(self, batch: Any, weight: float, *, micro_batches: int, in_turn: bool) -> Tensor:
         """Adds the gradient of the mean loss over the batch, times `weight`, to the module's. Returns that loss, on the device.
-
-        Args:
-            batch: all of it. Each micro-batch weighs as many tokens as it has, because examples may be padded.
-            micro_batches: per device.
-            in_turn: one device after the other, because modules draw from one random generator.
-        """
+        Each of the `micro_batches` per device weighs as many tokens as it has, because examples may be padded. Devices compute
+        `in_turn` if modules draw from one random generator."""
         pieces = self._split(batch, micro_batches)
         compute = partial(self._backward, weight=weight, loss=self.loss)
         if self.data_parallel is None:
@@ -65,8 +52,8 @@ class ForwardBackward:
         """A pass over two examples on this device alone, whose gradient is discarded. It uses the plain loss, which draws as many
         random numbers as the compiled one. A plain pass over a whole batch may need more memory than the compiled passes."""
         self.weights.begin_accumulation(None)
-        pieces = [(two_examples(self.batches.batch(0, 0)), 1.0)]
-        self._backward(self.weights.module, self.device, pieces, weight=1.0, loss=self.plain_loss)
+        pieces = [(two_examples(self.workload.batches.batch(0, 0)), 1.0)]
+        self._backward(self.weights.module, self.device, pieces, weight=1.0, loss=self.workload.loss)
         self.weights.end_accumulation()
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -78,13 +65,13 @@ class ForwardBackward:
         """The micro-batches for all devices, each with its share of the mean loss; None for one without tokens."""
         devices = 1 if self.data_parallel is None else 1 + len(self.data_parallel.devices)
         pieces = list(split_batch(batch, micro_batches * devices))
-        size = sum(batch_length(piece) for piece in pieces)
+        size = sum(next(batch_tensors(piece)).shape[0] for piece in pieces)
         if size < len(pieces):
             raise ConfigError(
                 f"a batch, or piece of one, holds {size} examples and is to be cut into {len(pieces)}: each needs at least one. "
                 f"Use larger batches, or fewer pieces (train.micro_batches, algorithm.pieces_per_half, engine.devices)."
             )
-        tokens = [self.batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
+        tokens = [self.workload.batches.tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
         total = sum(tokens)
         return [(piece, None if total and not own else own / (total or 1)) for piece, own in zip(pieces, tokens, strict=True)]
 
@@ -104,15 +91,10 @@ class ForwardBackward:
 
 
 class ModuleTraits(NamedTuple):
-    """What a pass does besides computing gradients.
+    """What a pass does besides computing gradients."""
 
-    Attributes:
-        draws_randomness: it draws from torch's global generators, as dropout does.
-        changes_buffers: it changes buffers of the module, as BatchNorm does.
-    """
-
-    draws_randomness: bool
-    changes_buffers: bool
+    draws_randomness: bool  # from torch's global generators, as dropout does
+    changes_buffers: bool  # of the module, as BatchNorm does
 
 
 def probe_module(module: nn.Module, device: str, run: Callable[[], object]) -> ModuleTraits:
@@ -122,7 +104,7 @@ def probe_module(module: nn.Module, device: str, run: Callable[[], object]) -> M
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
         before = _generator_states(on_cuda)
         run()
-        draws = not all(torch.equal(one, two) for one, two in zip(before, _generator_states(on_cuda), strict=True))
+        draws = not all(map(torch.equal, before, _generator_states(on_cuda)))
     changes = False
     for name, buffer in module.named_buffers():
         changes = changes or not torch.equal(buffer, buffers[name])
@@ -160,11 +142,6 @@ def two_examples(batch: Any) -> Any:
     """
     lengths = {part.shape[0] if part.dim() else 0 for part in batch_tensors(batch)}
     return next(split_batch(batch, max(1, min(lengths) // 2))) if len(lengths) == 1 else batch
-
-
-def batch_length(batch: Any) -> int:
-    """The first dimension of the first tensor."""
-    return next(batch_tensors(batch)).shape[0]
 
 
 def to_device(batch: Any, device: str) -> Any:

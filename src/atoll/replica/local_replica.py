@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +39,10 @@ class ComputeResult(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundStart:
-    """What a replica does at the start of every round, that is, of every call of `train`.
+    """What a replica does at the start of every round, that is, of every call of `train`."""
 
-    Attributes:
-        fresh_optimizer: reset the optimizer's moments.
-        peak_first: take the first step at the schedule's highest rate, wherever on the schedule the round lies.
-    """
-
-    fresh_optimizer: bool = False
-    peak_first: bool = False
+    fresh_optimizer: bool = False  # reset the optimizer's moments
+    peak_first: bool = False  # take the first step at the schedule's highest rate, wherever on the schedule the round lies
 
 
 _ROUND_START = RoundStart()
@@ -59,7 +54,7 @@ class LocalReplica:
     Args:
         optimizer: the inner rule, carried out by torch's own optimizer (fused AdamW where there is one).
         clip_norm: gradients with a larger norm are scaled down to it.
-        micro_batches: into how many pieces each batch is cut; their gradients are accumulated to the mean over the batch.
+        micro_batches: pieces that each batch is cut into; their gradients are accumulated to the mean over the batch.
         devices: the first holds the module and the optimizer; each further one computes a share of every batch.
         autocast: run forward passes in bfloat16 (CUDA only).
         dtype: of the module's parameters, and so of gradients and activations; None leaves them as the workload makes them.
@@ -84,11 +79,9 @@ class LocalReplica:
         self.device, *more_devices = devices
         self.weights: TrainableWeights = trainable_weights(cast_parameters(workload.module().to(self.device), dtype))
         self.steps_taken = 0
-        self.has_trained = False
-        """False while it computes gradients only."""
+        self.has_trained = False  # false while it computes gradients only
         self.rule = optimizer
-        self.cancelled: Callable[[], bool] = lambda: False
-        """Asked before each step of `train`: whether to stop."""
+        self.cancelled: Callable[[], bool] = lambda: False  # asked before each step of `train`: whether to stop
         self.batches = workload.batches
         self.optimizer = torch_optimizer(optimizer, *self.weights.decay_groups())
         self.stack_row: tuple[int, int] | None = None
@@ -99,11 +92,10 @@ class LocalReplica:
         self._unrounded: Tree | None = None
         """The weights that were loaded last, until something is computed, if they are more precise than the module."""
         self._data_parallel = DataParallelDevices(workload, more_devices, dtype) if more_devices else None
-        self._forward_backward = ForwardBackward(
+        self.forward_backward = ForwardBackward(
             weights=self.weights,
-            batches=workload.batches,
+            workload=workload,
             loss=loss or workload.loss,
-            plain_loss=workload.loss,
             device=self.device,
             data_parallel=self._data_parallel,
             autocast=autocast,
@@ -136,7 +128,8 @@ class LocalReplica:
     def train(self, steps: int, work: Work, after: int = 0) -> ComputeResult:
         """Takes the optimizer steps of a round on consecutive batches, except for the first `after`, which a stack has taken."""
         losses, tokens, self.stack_row = [], 0, None
-        masters = self._masters if after else self.begin_round()
+        if not after:
+            self.begin_round()
         with self._own_randomness():
             for step, batch in enumerate(self.read_batches(steps - after, replace(work, start=work.start + after)), after):
                 if self.cancelled():
@@ -145,27 +138,19 @@ class LocalReplica:
                 self.weights.zero_gradient()
                 losses.append(self._backward(batch))
                 self.weights.gather_gradient()
-                if masters is None:
-                    self._step(self.learning_rate(step, work))
-                else:
-                    masters.step(self.learning_rate(step, work), self.clip_norm)
+                self._step(self.learning_rate(step, work))
                 self.steps_taken += 1
         # The host waits for the device once per round, not once per step.
         return ComputeResult([float(loss) for loss in torch.stack(losses).tolist()], tokens)
 
-    def begin_round(self) -> MasterWeights | None:
-        """Called before the first step of a round. Returns the master weights, if the module needs them."""
+    def begin_round(self) -> None:
+        """Called before the first step of a round. Makes master weights, if the module needs them and has none."""
         self.has_trained = True
-        masters = self._masters = self._masters or self._make_masters()
+        if self._masters is None and needs_master_weights(self.weights):
+            self._masters = MasterWeights(self.weights, self.rule, self._unrounded or self.weights.read())
+            self._unrounded = None
         if self._round_start.fresh_optimizer:
-            self.optimizer.state.clear() if masters is None else masters.reset_moments()
-        return masters
-
-    def _make_masters(self) -> MasterWeights | None:
-        if not needs_master_weights(self.weights):
-            return None
-        params, self._unrounded = self._unrounded or self.weights.read(), None
-        return MasterWeights(self.weights, self.rule, params)
+            self.optimizer.state.clear() if self._masters is None else self._masters.reset_moments()
 
     def read_batches(self, steps: int, work: Work) -> Iterator[Any]:
         """The batches of these steps; for a GPU they are read ahead."""
@@ -181,31 +166,24 @@ class LocalReplica:
         return at(lr, work.schedule + step)
 
     def _step(self, lr: float) -> None:
-        self._clip()
+        if self._masters is not None:
+            self._masters.step(lr, self.clip_norm)
+            return
+        if self.clip_norm is not None:
+            gradients = self.weights.gradients()
+            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
+            # As torch.nn.utils.clip_grad_norm_ does it, without reading the norm back from the device.
+            scale = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
+            for gradient in gradients:
+                gradient.mul_(scale)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
 
-    def _clip(self) -> None:
-        if self.clip_norm is None:
-            return
-        gradients = self.weights.gradients()
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
-        # As torch.nn.utils.clip_grad_norm_ does it, without reading the norm back from the device.
-        scale = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale)
-
     # ---------------------------------------------------------------------------------------------------------- gradients
 
     def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
+        self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
     ) -> tuple[Gradient, ComputeResult]:
         """The gradient of the batch, or piece of one, that `work` begins with; see `protocols.Replica`."""
         self.stack_row = None
@@ -243,26 +221,18 @@ class LocalReplica:
         self.weights.end_accumulation()
 
     def _backward(self, batch: Any, weight: float = 1.0) -> Tensor:
-        in_turn = self._data_parallel is not None and self.draws_randomness
-        return self._forward_backward.backward(batch, weight, micro_batches=self.micro_batches, in_turn=in_turn)
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """The autocast context of forward passes."""
-        return self._forward_backward.precision()
-
-    @property
-    def draws_randomness(self) -> bool:
-        return self.traits.draws_randomness
+        in_turn = self._data_parallel is not None and self.traits.draws_randomness
+        return self.forward_backward.backward(batch, weight, micro_batches=self.micro_batches, in_turn=in_turn)
 
     @cached_property
     def traits(self) -> ModuleTraits:
         """Equal for all replicas of one workload."""
-        return probe_module(self.weights.module, self.device, self._forward_backward.dry_run)
+        return probe_module(self.weights.module, self.device, self.forward_backward.dry_run)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
         """Sets the global generators to this replica's state. The engine runs one thread at a time if the module draws."""
-        if not self.draws_randomness:
+        if not self.traits.draws_randomness:
             yield
             return
         all_devices = [self.device, *(self._data_parallel.devices if self._data_parallel is not None else ())]
@@ -312,13 +282,15 @@ class LocalReplica:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """All tensors of this replica, by kind."""
-        module = self.weights.module
         moments = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        copies = {"parameters": [], "gradients": []} if self._data_parallel is None else self._data_parallel.tensors()
-        gradients = [*self.weights.gradients(), *(p.grad for p in module.parameters() if p.grad is not None)]
+        copies = [self.weights, *(self._data_parallel.copies if self._data_parallel is not None else ())]
+        parameters = [parameter for copy in copies for parameter in copy.module.parameters()]
         return {
-            "parameters": [*module.parameters(), *module.buffers(), *copies["parameters"]],
-            "gradients": [*gradients, *copies["gradients"]],
+            "parameters": [*parameters, *(buffer for copy in copies for buffer in copy.module.buffers())],
+            "gradients": [
+                *(gradient for copy in copies for gradient in copy.gradients()),
+                *(parameter.grad for parameter in parameters if parameter.grad is not None),
+            ],
             "optimizer": moments if self._masters is None else [*moments, *self._masters.tensors()],
         }
 
@@ -351,6 +323,10 @@ class TrainJob:
     steps: int
     work: Work
 
+    @property
+    def batches(self) -> float:
+        return self.steps
+
     def __call__(self) -> tuple[None, ComputeResult]:
         return None, self.replica.train(self.steps, self.work)
 
@@ -368,6 +344,11 @@ class GradientJob:
     onto: Gradient | None
     weigh: Weigh
     wide: bool
+    steps: ClassVar[int] = 0
+
+    @property
+    def batches(self) -> float:
+        return 1 / self.work.pieces if self.work.pieces > 1 else 1
 
     def __call__(self) -> tuple[Gradient, ComputeResult]:
         return self.replica.gradient(self.work, at=self.at, onto=self.onto, weigh=self.weigh, wide=self.wide)

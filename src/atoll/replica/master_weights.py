@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
+from atoll.core.nested_trees import leaves, trees_in, with_trees
 from atoll.core.protocols import HoldsWeights, Workload
-from atoll.core.pytree import trees_in, with_trees
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.chunked_step import step
 from atoll.optim.sgd import SGD, Momentum, Nesterov
@@ -93,29 +93,20 @@ class MasterWeights:
 
     def moments(self) -> list[Tensor | float]:
         """The optimizer's state as a flat list, without the weights."""
-        return [leaf.flat if isinstance(leaf, Tree) else leaf for leaf in _leaves(self._state)]
+        return [leaf.flat if isinstance(leaf, Tree) else leaf for _, leaf in leaves(self._state)]
 
     def restore(self, moments: Sequence[Tensor | float]) -> None:
         """Restores what `moments` returned."""
         self._state = _filled(self._state, iter(moments))
 
 
-def _leaves(state: Any) -> Iterator[Any]:
-    """Trees and numbers in nested tuples, in order."""
-    if not isinstance(state, tuple):
-        yield state
-        return
-    for item in state:
-        yield from _leaves(item)
-
-
-def _filled(state: Any, leaves: Iterator[Any]) -> Any:
-    """A state of the same kind with these leaves."""
+def _filled(state: Any, values: Iterator[Any]) -> Any:
+    """A state of the same kind with these values."""
     if isinstance(state, Tree):
-        return Tree(state.layout, next(leaves).to(state.flat.device, copy=True))
+        return Tree(state.layout, next(values).to(state.flat.device, copy=True))
     if not isinstance(state, tuple):
-        return next(leaves)
-    items = [_filled(item, leaves) for item in state]
+        return next(values)
+    items = [_filled(item, values) for item in state]
     return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,25 +27,18 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import TreeDonated
 from atoll.core.events import MEMORY_KINDS
 from atoll.core.flat_tree import Tree
+from atoll.core.nested_trees import trees_in
 from atoll.core.protocols import Gradient
-from atoll.core.pytree import trees_in
 from atoll.replica.local_replica import LocalReplica
 
-STATE = "state"
-"""Kind of a State's tensors, until it is known whether the replica trains (copies) or not (optimizer)."""
+STATE = "state"  # kind of a State's tensors, until it is known whether the replica trains (copies) or not (optimizer)
 
-Storages = dict[int, tuple[str, int]]
-"""Kind and bytes of each storage, by its address."""
+Storages = dict[int, tuple[str, int]]  # kind and bytes of each storage, by its address
 
 
 def add_storages(storages: Storages, value: Any, kind: str, named: frozenset[str] = frozenset()) -> None:
-    """Adds the storages in a nested value. A storage keeps the kind it was first added with.
-
-    Args:
-        value: Trees, tensors, and tuples, lists, mappings and dataclasses of them; anything else has no storage.
-        kind: of what is found, except for gradients, which have a type of their own.
-        named: names of a State's fields; values of these names, in any record, count as the State's.
-    """
+    """Adds the storages of the Trees and tensors in a nested value. Each storage keeps the kind it was first added with: `kind`,
+    except for gradients, which have a type of their own, and for values of the State's field names `named`, in any record."""
     for found, tensor in _tensors(value, kind, named):
         storage = tensor.untyped_storage()
         if storage.nbytes():
@@ -99,22 +92,17 @@ def by_kind(storages: Storages, *, trains: bool) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------------------- the papers' formulas
 
 
-@dataclass(frozen=True)
-class MemoryFormula:
-    """An algorithm's memory by ACCO's paper (arXiv 2406.02613, Table 1), in bytes per parameter.
+class MemoryFormula(NamedTuple):
+    """An algorithm's memory in bytes per parameter."""
 
-    Attributes:
-        text: the terms, such as 2+2+2+12/4: weights, gradients, communication buffer, and the optimizer's share; where replicas
-            train, two copies of the weights last.
-        per_param: their sum.
-    """
-
-    text: str
-    per_param: float
+    text: str  # the terms, such as 2+2+2+12/4
+    per_param: float  # their sum
 
 
 def paper_formula(algorithm: Any, replica: LocalReplica, islands: int) -> MemoryFormula | None:
-    """The paper's formula with this run's dtypes; None for an algorithm that the paper does not have.
+    """The formula of ACCO's paper (arXiv 2406.02613, Table 1) with this run's dtypes; None for an algorithm that the paper does not
+    have. Its terms are weights, gradients, communication buffer, and the optimizer's share; where replicas train, two copies of the
+    weights come last.
 
     The paper has weights of 2 bytes and an optimizer of 12: master weights and Adam's two moments, in single precision. Here
     weights have the module's dtype, and an optimizer has 4 bytes for master weights and 4 for each moment. A module in single
@@ -130,11 +118,10 @@ def paper_formula(algorithm: Any, replica: LocalReplica, islands: int) -> Memory
     if isinstance(algorithm, DDP):
         return MemoryFormula(f"{width}+{width}+{optimizer}", 2 * width + optimizer)
     gradients = width + 4 if algorithm.sums == "fp32" and width < 4 else width  # accumulated in a second buffer
-    travelling = {"own": width, "bf16": 2, "fp32": 4}[algorithm.wire]
-    buffer = (
-        [] if isinstance(algorithm, ZeRO1) and travelling == width else [travelling]
-    )  # ZeRO-1 sends the gradients from their own buffer
-    whole = [width, gradients, *buffer]
+    whole = [width, gradients]
+    sent = {"own": width, "bf16": 2, "fp32": 4}[algorithm.wire]
+    if sent != width or not isinstance(algorithm, ZeRO1):  # else ZeRO-1 sends the gradients from their own buffer
+        whole.append(sent)
     return MemoryFormula("+".join(map(str, whole)) + f"+{optimizer}/{islands}", sum(whole) + optimizer / islands)
 
 

@@ -13,7 +13,7 @@ host launches all kernels of a pass at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from typing import Any
@@ -28,7 +28,6 @@ from atoll.core.protocols import Gradient
 from atoll.replica.flat_parameters import FlatModule
 from atoll.replica.forward_backward import Loss, batch_tensors, map_tensors, to_device
 from atoll.replica.local_replica import ComputeResult, GradientJob, LocalReplica, TrainJob, torch_optimizer
-from atoll.replica.master_weights import InnerRule
 
 
 def why_not_stackable(replica: LocalReplica) -> str:
@@ -39,7 +38,7 @@ def why_not_stackable(replica: LocalReplica) -> str:
         return "the module is in half precision, and each island has its own master weights"
     if replica.micro_batches > 1:
         return "each batch is cut into micro-batches, because one fills the device"
-    if replica.draws_randomness:
+    if replica.traits.draws_randomness:
         return "the module draws random numbers, and each island has its own generator"
     if replica.traits.changes_buffers:
         return "the module changes its buffers, and each island has its own"
@@ -55,20 +54,14 @@ class RaggedBatches(Exception):
     """Batches of different shapes cannot be stacked. `taken` are the steps that each island took before; their weights and moments
     are those after these steps."""
 
-    def __init__(self, why: str, taken: Sequence[ComputeResult] = ()) -> None:
-        super().__init__(why)
+    def __init__(self, shapes: Iterable[object], taken: Sequence[ComputeResult] = ()) -> None:
+        super().__init__(f"batches have the shapes {sorted(map(str, shapes))}")
         self.taken = taken
 
 
 class VmapStack:
-    """Stacked weights and gradients of up to `rows` islands.
-
-    Args:
-        like: one of the replicas; all have the same workload and settings.
-        rows: islands that can compute at a time.
-        loss: of one module and one batch, not compiled.
-        compiled: compile the loss, and on a GPU capture passes as CUDA graphs.
-    """
+    """Stacked weights and gradients of up to `rows` islands, whose replicas are all `like` this one. `loss` is not compiled; with
+    `compiled` the stack compiles it, and on a GPU captures passes as CUDA graphs."""
 
     def __init__(self, like: LocalReplica, rows: int, loss: Loss, *, compiled: bool) -> None:
         assert isinstance(like.weights, FlatModule)
@@ -106,56 +99,63 @@ class VmapStack:
         self._pass = _closed
 
     def train(self, trainings: Sequence[TrainJob]) -> list[ComputeResult]:
-        """Trains each replica. Replicas may take different numbers of steps.
-
-        Raises:
-            RaggedBatches: batches differ in shape.
-        """
+        """Trains each replica. Replicas may take different numbers of steps. Raises RaggedBatches if batches differ in shape."""
         rows = self._rows[: len(trainings)]
         for row, training in zip(rows, trainings, strict=True):
             row.enter(training.replica)
         readers = [training.replica.read_batches(training.steps, training.work) for training in trainings]
-        tokens, losses = [0] * len(trainings), list[Tensor]()
-        optimizers, shapes = _RowOptimizers(self._like.rule), None
+        tokens, losses, shapes = [0] * len(trainings), list[Tensor](), set[object]()
+        optimizers: dict[tuple[int, ...], torch.optim.Optimizer] = {}
         for step in range(max(training.steps for training in trainings)):
             if any(training.replica.cancelled() for training in trainings):
                 raise CancelledError("the engine no longer needs these steps")
             active = [number for number, training in enumerate(trainings) if step < training.steps]
             batches = {number: next(readers[number]) for number in active}
-            found = {_shapes(batch) for batch in batches.values()}
-            shapes = shapes or next(iter(found))
-            if found != {shapes}:
+            shapes = {*shapes, *map(_shapes, batches.values())}
+            if len(shapes) > 1:
                 self._leave(trainings)
-                raise RaggedBatches(
-                    f"batches have the shapes {sorted({str(shapes), *map(str, found)})}", _taken(trainings, losses, tokens)
-                )
+                raise RaggedBatches(shapes, _taken(trainings, losses, tokens))
             losses.append(self._backward(batches))
             self._clip()
             rates = {number: trainings[number].replica.learning_rate(step, trainings[number].work) for number in active}
-            optimizers.step({number: rows[number] for number in active}, rates)
+            self._step(rates, optimizers)
             for number in active:
                 trainings[number].replica.steps_taken += 1
                 tokens[number] += self._like.batches.tokens(batches[number])
         self._leave(trainings)
         return _taken(trainings, losses, tokens)
 
+    def _step(self, rates: Mapping[int, float], optimizers: dict[tuple[int, ...], torch.optim.Optimizer]) -> None:
+        """Steps the rows with these learning rates. One optimizer steps all rows of one rate, and is kept in `optimizers`."""
+        for rate in dict.fromkeys(rates.values()):
+            numbers = tuple(number for number in rates if rates[number] == rate)
+            if numbers not in optimizers:
+                optimizers[numbers] = self._optimizer([self._rows[number] for number in numbers])
+            for group in optimizers[numbers].param_groups:
+                group["lr"] = rate
+            optimizers[numbers].step()
+
+    def _optimizer(self, rows: Sequence[_StackRow]) -> torch.optim.Optimizer:
+        matrices, rest = ([row.parts[kind] for row in rows if row.parts[kind].numel()] for kind in (0, 1))
+        optimizer = torch_optimizer(self._like.rule, matrices, rest)
+        for row in rows:
+            for part, moments in zip(row.parts, row.moments, strict=True):
+                optimizer.state[part] = moments
+        return optimizer
+
     def _leave(self, trainings: Sequence[TrainJob]) -> None:
         for row, training in zip(self._rows, trainings, strict=False):
             row.leave(training.replica)
 
     def gradients(self, asked: Sequence[GradientJob]) -> list[tuple[Gradient, ComputeResult]]:
-        """The gradient of each replica.
-
-        Raises:
-            RaggedBatches: batches differ in shape.
-        """
+        """The gradient of each replica. Raises RaggedBatches if batches differ in shape."""
         read = [ask.replica.prepare_gradient(ask.work, ask.weigh, ask.at) for ask in asked]
         rows = self._rows[: len(asked)]
         for row, ask in zip(rows, asked, strict=True):
             row.load(ask.replica)
         batches = {number: batch for number, (batch, _, _) in enumerate(read)}
-        if len(found := {_shapes(batch) for batch in batches.values()}) > 1:
-            raise RaggedBatches(f"batches have the shapes {sorted(map(str, found))}")
+        if len(shapes := {*map(_shapes, batches.values())}) > 1:
+            raise RaggedBatches(shapes)
         losses = self._backward(batches, [weight for _, _, weight in read]).tolist()
         answers = []
         for row, ask, (_, tokens, weight), loss in zip(rows, asked, read, losses, strict=False):
@@ -182,21 +182,18 @@ class VmapStack:
             self._weights.fill_(1.0)
         else:
             self._weights.copy_(torch.tensor([*weights, *[0.0] * (len(self) - len(weights))]), non_blocking=True)
-        return self._pass(to_device(self._stacked(batches), self._like.device))
+        idle = next(iter(batches.values()))
+        each = [batches.get(number, idle) for number in range(len(self))]
+        return self._pass(to_device(map_tensors(lambda *parts: torch.stack(parts), *each), self._like.device))
 
     def _once(self, batches: Any) -> Tensor:
-        with self._like.precision(), _stackable_attention(self._like.device):
+        with self._like.forward_backward.precision(), _stackable_attention(self._like.device):
             losses = self._losses(self._leaves, batches)
         total = (losses * self._weights).sum()
         # A parameter that the loss does not use has a zero gradient, as in `FlatModule`.
         gradients = torch.autograd.grad(total, list(self._leaves.values()), materialize_grads=True)
         torch._foreach_copy_(self._into, gradients)
         return losses.detach()
-
-    def _stacked(self, batches: dict[int, Any]) -> Any:
-        idle = next(iter(batches.values()))
-        each = [batches.get(number, idle) for number in range(len(self))]
-        return map_tensors(lambda *parts: torch.stack(parts), *each)
 
     def _clip(self) -> None:
         if self._like.clip_norm is not None:
@@ -257,83 +254,53 @@ class _StackRow:
         replica.weights.load(Tree(replica.weights.layout, self._params))
 
 
-class _RowOptimizers:
-    """Steps the rows of one call of `train`. One optimizer steps all rows of one learning rate."""
-
-    def __init__(self, rule: InnerRule) -> None:
-        self._rule = rule
-        self._optimizers: dict[tuple[int, ...], torch.optim.Optimizer] = {}
-
-    def step(self, rows: Mapping[int, _StackRow], rates: Mapping[int, float]) -> None:
-        for rate in dict.fromkeys(rates.values()):
-            numbers = tuple(number for number in rows if rates[number] == rate)
-            if numbers not in self._optimizers:
-                self._optimizers[numbers] = self._optimizer([rows[number] for number in numbers])
-            for group in self._optimizers[numbers].param_groups:
-                group["lr"] = rate
-            self._optimizers[numbers].step()
-
-    def _optimizer(self, rows: Sequence[_StackRow]) -> torch.optim.Optimizer:
-        matrices, rest = ([row.parts[kind] for row in rows if row.parts[kind].numel()] for kind in (0, 1))
-        optimizer = torch_optimizer(self._rule, matrices, rest)
-        for row in rows:
-            for part, moments in zip(row.parts, row.moments, strict=True):
-                optimizer.state[part] = moments
-        return optimizer
-
-
-_STACKABLE_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-
-
 def _stackable_attention(device: str) -> AbstractContextManager[None]:
     """The attention kernels that work under vmap. cuDNN's cannot be traced, the backward pass of the memory-efficient one fails
     ("LSE is not correctly aligned"), and the CPU's has no vmap rule. In single precision the math kernel remains."""
-    kernels: AbstractContextManager[None] = sdpa_kernel(_STACKABLE_KERNELS if device.startswith("cuda") else SDPBackend.MATH)
+    on_cuda = [SDPBackend.FLASH_ATTENTION] if device.startswith("cuda") else []
+    kernels: AbstractContextManager[None] = sdpa_kernel([*on_cuda, SDPBackend.MATH])
     return kernels
 
 
 # ------------------------------------------------------------------------------------------------------------------- CUDA graphs
 
 _WARMUP_PASSES = 2
-_MAX_GRAPHS = 4
-"""Batch shapes that get a graph. Each graph holds memory of its own."""
+_MAX_GRAPHS = 4  # Batch shapes that get a graph. Each graph holds memory of its own.
 
 
 class CudaGraphCache:
-    """Captures a function of a batch once per batch shape, and replays the graph from then on.
-
-    Args:
-        compute: does not wait for the device, launches the same kernels for every batch of one shape, and keeps its other inputs
-            and its results in the same buffers.
-    """
+    """Captures a function of a batch once per batch shape, and replays the graph from then on. The function does not wait for the
+    device, launches the same kernels for every batch of a shape, and keeps its other inputs and its results in the same buffers."""
 
     def __init__(self, compute: Callable[[Any], Tensor]) -> None:
         self._compute = compute
-        self._graphs: dict[tuple[Any, ...], _CapturedGraph] = {}
+        self._graphs: dict[tuple[Any, ...], Callable[[Any], Tensor]] = {}
 
     def __call__(self, batch: Any) -> Tensor:
         shapes = tuple((part.shape, part.dtype) for part in batch_tensors(batch))
         if shapes not in self._graphs:
             if len(self._graphs) >= _MAX_GRAPHS:
                 return self._compute(batch)
-            self._graphs[shapes] = _CapturedGraph(self._compute, batch)
-        return self._graphs[shapes].replay(batch)
+            self._graphs[shapes] = _captured(self._compute, batch)
+        return self._graphs[shapes](batch)
 
 
-class _CapturedGraph:
-    def __init__(self, compute: Callable[[Any], Tensor], batch: Any) -> None:
-        self._batch = map_tensors(torch.clone, batch)
-        before, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(before)
-        with torch.cuda.stream(aside):
-            for _ in range(_WARMUP_PASSES):  # these compile, so that the capture allocates nothing
-                compute(self._batch)
-        before.wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._result = compute(self._batch)
+def _captured(compute: Callable[[Any], Tensor], example: Any) -> Callable[[Any], Tensor]:
+    """The function as a CUDA graph, for batches of this shape."""
+    inputs = map_tensors(torch.clone, example)
+    before, aside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    aside.wait_stream(before)
+    with torch.cuda.stream(aside):
+        for _ in range(_WARMUP_PASSES):  # these compile, so that the capture allocates nothing
+            compute(inputs)
+    before.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = compute(inputs)
 
-    def replay(self, batch: Any) -> Tensor:
-        map_tensors(lambda captured, new: captured.copy_(new, non_blocking=True), self._batch, batch)
-        self._graph.replay()
-        return self._result.clone()
+    def replay(batch: Any) -> Tensor:
+        map_tensors(lambda captured, new: captured.copy_(new, non_blocking=True), inputs, batch)
+        graph.replay()
+        return result.clone()
+
+    return replay

@@ -15,9 +15,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError
 from atoll.core.layout import shard_range
 
@@ -104,6 +104,9 @@ class Outage:
         check_types(self)
 
 
+Fault = TypeVar("Fault", Away, Lost, Outage)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Islands and the links between them.
@@ -163,9 +166,8 @@ class Cluster:
                 raise ConfigError(f"{name}={getattr(self, name)}: a sigma is between 0 and {_MAX_SIGMA}. Use 0 for none.")
         if not 0 <= self.drop_probability <= 1:
             raise ConfigError(f"drop_probability={self.drop_probability} is outside [0, 1]. Use 0 to lose nothing.")
-        if self.threads_per_island < 1:
-            raise ConfigError(f"threads_per_island={self.threads_per_island}: an island computes with at least 1 thread.")
-        counts = self.pool if isinstance(self.pool, tuple) else self._counts()
+        check_positive(self, "threads_per_island")
+        counts = self._counts()
         if not counts or not all(1 <= count <= self.islands for count in counts):
             raise ConfigError(
                 f"pool={list(counts)}: each count is between 1 and islands={self.islands}. Raise islands, or lower the counts."
@@ -202,14 +204,11 @@ class Cluster:
             step_time_s=tuple(self.step_time(device // count, seed) for device in range(self.devices)),
             step_time_spread=0.0,
             links=tuple(self.link_of(device // count) for device in range(self.devices)) if self.links else (),
-            lost=tuple(replace(lost, island=device) for lost in self.lost for device in self._devices_of(lost.island)),
-            away=tuple(replace(away, island=device) for away in self.away for device in self._devices_of(away.island)),
-            outages=tuple(replace(outage, island=device) for outage in self.outages for device in self._devices_of(outage.island)),
+            lost=_on_every_device(self.lost, count),
+            away=_on_every_device(self.away, count),
+            outages=_on_every_device(self.outages, count),
             pool=self.pool if self.pool == "constant" else tuple(islands * count for islands in self._counts()),
         )
-
-    def _devices_of(self, island: int) -> range:
-        return range(island * self.devices_per_island, (island + 1) * self.devices_per_island)
 
     def present(self, round: int, rounds: int, over: int | None = None) -> list[int]:
         """The islands that take part in this round. The pool's count depends on the part of the run that is over: `over` of
@@ -264,8 +263,9 @@ class Cluster:
 
     def step_time(self, island: int, seed: int) -> float:
         """Seconds that this island needs for one batch, before jitter."""
-        times = step_times(self.step_time_s)
-        return times[island % len(times)] * _factor(self.step_time_spread, seed, "spread", island)
+        times, spread = step_times(self.step_time_s), self.step_time_spread
+        factor = _generator(seed, "spread", island).lognormvariate(0.0, spread) if spread else 1.0
+        return times[island % len(times)] * factor
 
     def jitter(self, island: int, span: int | str, batches: float, seed: int) -> float:
         """The factor on the duration of this island's compute span of this number: the mean over its batches."""
@@ -278,22 +278,19 @@ class Cluster:
     def link_of(self, island: int) -> Link:
         return self.links[island % len(self.links)] if self.links else self.link
 
-    def _counts(self) -> tuple[int, ...]:
+    def _counts(self) -> Sequence[int]:
         """The number of islands in each of equal parts of the run."""
         if isinstance(self.pool, tuple):
             return self.pool
         full, half = self.islands, max(self.islands // 2, 1)
-        match self.pool:
-            case "constant":
-                return (full,)
-            case "doubling":
-                return (half, full)
-            case "halving":
-                return (full, half)
-            case "ramp_up":
-                return tuple(range(1, full + 1))
-            case "ramp_down":
-                return tuple(range(full, 0, -1))
+        named: dict[PoolName, Sequence[int]] = {
+            "constant": (full,),
+            "doubling": (half, full),
+            "halving": (full, half),
+            "ramp_up": range(1, full + 1),
+            "ramp_down": range(full, 0, -1),
+        }
+        return named[self.pool]
 
 
 def step_times(given: tuple[float, ...] | Level) -> tuple[float, ...]:
@@ -324,8 +321,9 @@ def _generator(*names: object) -> random.Random:
     return random.Random("/".join(map(str, names)))
 
 
-def _factor(sigma: float, *names: object) -> float:
-    return _generator(*names).lognormvariate(0.0, sigma) if sigma else 1.0
+def _on_every_device(faults: Sequence[Fault], devices: int) -> tuple[Fault, ...]:
+    """The faults of islands as faults of all their devices."""
+    return tuple(replace(fault, island=fault.island * devices + device) for fault in faults for device in range(devices))
 
 
 class CollectiveCost(NamedTuple):

@@ -1,10 +1,10 @@
-"""Trained weights for use elsewhere: a folder with a model in it, and nothing of how it was trained.
+"""Exports the trained weights of a run as a folder with a model in it.
 
     model.safetensors   the weights, by the module's own names
-    config.json         what to build: of a pretrained model its own config; else the model's settings, for `load_exported`
-    tokenizer.json      the tokenizer, and what belongs to it; none for bytes
+    config.json         a pretrained model's own config; of other models the settings, which `load_exported` reads
+    tokenizer.json      the tokenizer, with a pretrained model's further files; none for bytes
 
-What began as a Hugging Face model is one again: `AutoModelForCausalLM.from_pretrained` loads the folder.
+`AutoModelForCausalLM.from_pretrained` loads the folder of a fine-tuned Hugging Face model.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.errors import CheckpointError, ConfigError
-from atoll.core.flat_tree import Tree, trainable
+from atoll.core.flat_tree import trainable
 from atoll.core.serialization import load_tree, read_tensors, write_tensors
 from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions, load_model_tokenizer
 from atoll.data.text import Text
-from atoll.data.tokenizer import ByteTokenizer, load_tokenizer
-from atoll.models.gpt import GPT
-from atoll.models.mlp import MLP
+from atoll.data.tokenizer import load_saved_tokenizer
 from atoll.models.pretrained import Pretrained, silent_transformers
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
@@ -46,109 +44,83 @@ def export(folder: str | Path, out: str | Path) -> Path:
         out: a folder that does not exist yet, or is empty. It appears when it is complete.
 
     Raises:
-        ConfigError: the run is not finished, trained a workload of its own, or `out` holds something.
+        ConfigError: the run is not finished, trained a user's workload, or `out` is not empty.
     """
     run, module = trained(folder)
-    with _appearing(Path(out).expanduser()) as place:
+    out = Path(out).expanduser()
+    with _new_folder(out) as unfinished:
         if isinstance(run.model, Pretrained):
-            _export_pretrained(run, module, place)
+            assert isinstance(run.data, Instructions)
+            assert run.data.tokenizer is not None, "a resolved run names its tokenizer"
+            with silent_transformers():
+                cast(Any, module).save_pretrained(unfinished)
+            load_model_tokenizer(run.data.tokenizer).save_pretrained(unfinished)
         else:
-            _export_own(run, module, RunFolder.open(folder), place)
-    return Path(out).expanduser()
+            opened = RunFolder.open(folder)
+            config = {"atoll": to_json(run.model), "sizes": _sizes(run, opened)}
+            (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+            write_tensors(unfinished / WEIGHTS, module.state_dict(), {"format": "pt"})
+            if opened.tokenizer.exists():
+                shutil.copyfile(opened.tokenizer, unfinished / opened.tokenizer.name)
+    return out
 
 
 def trained(folder: str | Path) -> tuple[Run, nn.Module]:
-    """The run in this folder, with nothing left open, and its module with the final weights, on the CPU and in evaluation mode."""
+    """The resolved run of this folder, and its module with the final weights, on the CPU and in evaluation mode."""
     opened = RunFolder.open(folder)
     opened.check_workload(None)
     run = opened.run.resolved
     if not opened.final.exists():
         raise ConfigError(f"{folder} has no final weights yet: its run is not finished. Finish it: atoll run --resume {folder}")
-    module = run.model.build() if isinstance(run.model, Pretrained) else _built(run.model, _sizes(run, opened), run.seed)
-    _load(module, load_tree(opened.final), opened.final)
-    return run, module.eval()
-
-
-def load_exported(folder: str | Path) -> nn.Module:
-    """The decoder or perceptron that `export` wrote, in evaluation mode. A pretrained model is loaded by its own library."""
-    place = Path(folder).expanduser()
-    try:
-        config = json.loads((place / CONFIG).read_text("utf-8"))
-        model, sizes = from_json(config["atoll"]), config["sizes"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{place} holds no model that atoll exported ({type(error).__name__}: {error}). Give the folder that `atoll export` "
-            f"wrote; a Hugging Face model is loaded with `AutoModelForCausalLM.from_pretrained`."
-        ) from error
-    module = _built(model, sizes, seed=0)
-    tensors, _ = read_tensors(place / WEIGHTS)
-    module.load_state_dict(tensors)
-    return module.eval()
-
-
-# --------------------------------------------------------------------------------------------------------------- building
-
-
-def _sizes(run: Run, folder: RunFolder) -> dict[str, int]:
-    """What a model of atoll's own must be told besides its settings."""
-    if isinstance(run.data, Gaussians):
-        return {"inputs": run.data.dimensions, "outputs": run.data.classes}
-    assert isinstance(run.data, Text)
-    kept = folder.tokenizer
-    tokenizer = load_tokenizer(str(kept)) if kept.exists() else ByteTokenizer()
-    return {"vocab_size": tokenizer.vocab_size, "seq_len": run.data.seq_len}
-
-
-def _built(model: GPT | MLP, sizes: dict[str, int], seed: int) -> nn.Module:
-    if isinstance(model, MLP):
-        return model.build(sizes["inputs"], sizes["outputs"], seed)
-    return model.build(sizes["vocab_size"], sizes["seq_len"], seed)
-
-
-def _load(module: nn.Module, params: Tree, path: Path) -> None:
+    sizes = {} if isinstance(run.model, Pretrained) else {**_sizes(run, opened), "seed": run.seed}
+    module, params = run.model.build(**sizes), load_tree(opened.final)
     parameters = trainable(module)
-    if {name: tuple(parameter.shape) for name, parameter in parameters.items()} != {
-        name: tuple(params[name].shape) for name in params
-    }:
+    if {name: parameter.shape for name, parameter in parameters.items()} != {name: params[name].shape for name in params}:
         raise CheckpointError(
-            f"the weights in {path} are not those of the model that its run.json describes: the model's folder or its frozen "
-            f"parameters have changed since. Bring back what it was trained with."
+            f"the weights in {opened.final} are not those of the model that its run.json describes: the model's folder or its "
+            f"frozen parameters have changed since. Restore the model that the run trained."
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(params[name])
+    return run, module.eval()
 
 
-# ---------------------------------------------------------------------------------------------------------------- writing
+def _sizes(run: Run, folder: RunFolder) -> dict[str, int]:
+    """The arguments of `build` of a decoder or perceptron that depend on the data."""
+    if isinstance(run.data, Gaussians):
+        return {"inputs": run.data.dimensions, "outputs": run.data.classes}
+    assert isinstance(run.data, Text)
+    return {"vocab_size": load_saved_tokenizer(folder.tokenizer).vocab_size, "seq_len": run.data.seq_len}
 
 
-def _export_pretrained(run: Run, module: Any, place: Path) -> None:
-    assert isinstance(run.data, Instructions)
-    with silent_transformers():
-        module.save_pretrained(place)
-    assert run.data.tokenizer is not None, "a resolved run names its tokenizer"
-    load_model_tokenizer(run.data.tokenizer).save_pretrained(place)
-
-
-def _export_own(run: Run, module: nn.Module, folder: RunFolder, place: Path) -> None:
-    config = {"atoll": to_json(run.model), "sizes": _sizes(run, folder)}
-    (place / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    write_tensors(place / WEIGHTS, module.state_dict(), {"format": "pt"})
-    if folder.tokenizer.exists():
-        shutil.copyfile(folder.tokenizer, place / folder.tokenizer.name)
+def load_exported(folder: str | Path) -> nn.Module:
+    """The decoder or perceptron that `export` wrote, in evaluation mode. A pretrained model is loaded by its own library."""
+    folder = Path(folder).expanduser()
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        module: nn.Module = from_json(config["atoll"]).build(**config["sizes"], seed=0)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder} holds no model that atoll exported ({type(error).__name__}: {error}). Give the folder that `atoll export` "
+            f"wrote; a Hugging Face model is loaded with `AutoModelForCausalLM.from_pretrained`."
+        ) from error
+    tensors, _ = read_tensors(folder / WEIGHTS)
+    module.load_state_dict(tensors)
+    return module.eval()
 
 
 @contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of `out` when it is complete, and is removed if it fails."""
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write to. It is renamed to `out` when the block ends, and removed if the block raises."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already, and an export would overwrite it. Use another --out.")
-    place = out.with_name(f".{out.name}.{secrets.token_hex(4)}.unfinished")
+    unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}.unfinished")
     try:
-        place.mkdir(parents=True)
-        yield place
-        os.replace(place, out)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        os.replace(unfinished, out)
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror or error}. Make room there, or use another --out.") from error
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -31,14 +31,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 import atoll
 from atoll.core.config.json_records import from_json, to_json
+from atoll.core.config.type_checks import joined
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.serialization import replacing
 from atoll.runs.run import Run
@@ -67,11 +69,7 @@ class RunFolder:
 
     @staticmethod
     def create(path: str | Path, run: Run, command: Sequence[str]) -> RunFolder:
-        """A new folder for this Run.
-
-        Raises:
-            ConfigError: the path holds something already, or cannot be written.
-        """
+        """A new folder for this Run. Raises ConfigError if the path holds something already, or cannot be written."""
         folder = RunFolder(Path(path))
         if folder.path.exists() and not folder.path.is_dir():
             raise ConfigError(f"{path} is a file, and a run needs a folder of its own. Use {_ANOTHER}.")
@@ -84,16 +82,13 @@ class RunFolder:
             folder.path.mkdir(parents=True, exist_ok=True)
         # run.json comes first: with it the folder can be opened even if this process is killed right after.
         write_text(folder._run, json.dumps({"format": FORMAT, **to_json(run)}, indent=2) + "\n")
-        folder._append_source("started", command)
+        folder.append_source("started", command)
         return folder
 
     @staticmethod
     def open(path: str | Path) -> RunFolder:
-        """The folder of a run that was started before.
-
-        Raises:
-            ConfigError: there is no such folder, it is no run's folder, or another version of atoll wrote it.
-        """
+        """The folder of a run that was started before. Raises ConfigError if there is no such folder, it is no run's folder, or
+        another version of atoll wrote it."""
         folder = RunFolder(Path(path))
         if not folder._run.is_file():
             what = "has no run.json, so it is no run's folder" if folder.path.is_dir() else "is not a folder"
@@ -133,11 +128,8 @@ class RunFolder:
         return self.final.exists()
 
     def check_workload(self, name: str | None) -> None:
-        """Refuse to open a run of a user's workload without that workload, and other runs with one.
-
-        Args:
-            name: of the workload's class; none: the Run's own model and data.
-        """
+        """Refuse to open a run of a user's workload without that workload, and other runs with one. `name` is the name of the
+        workload's class; none stands for the Run's own model and data."""
         saved = self.workload.read_text().strip() if self.workload.exists() else None
         if saved is not None and name is None:
             raise ConfigError(
@@ -147,17 +139,13 @@ class RunFolder:
         if saved is None and name is not None:
             raise ConfigError(f"{self.path} trained its Run's own model and data, not a {name}. Leave out workload.")
 
-    def resumed(self, command: Sequence[str]) -> None:
-        """Record in source.txt the version and machine that resume the run."""
-        self._append_source("resumed", command)
-
     def same_run(self, run: Run) -> None:
-        """Check that this is the Run of the folder. Settings that an older folder lacks count as at their defaults.
-
-        Raises:
-            ConfigError: it is another Run; lists the settings that differ.
-        """
-        found = differences(to_json(run), _with_defaults(self.run_json))
+        """Raise ConfigError with the settings that differ, if the folder is that of another Run. Settings that an older folder
+        lacks are at their defaults."""
+        own = self.run_json
+        with suppress(ConfigError):  # of a Run that this version cannot read
+            own = to_json(from_json(own))
+        found = differences(to_json(run), own)
         if found:
             shown = "".join(f"\n  {path}: given {given}, in the folder {own}" for path, given, own in found[:_SHOWN])
             more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -184,12 +172,23 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder, so that no other process works in it. The lock of a process that dies is released.
-
-        Raises:
-            ConfigError: another process holds it; says which.
-        """
-        with self._held() as file:
+        """Hold the folder, so that no other process works in it. Raises ConfigError with the holder, if another process holds it.
+        The lock of a process that dies is released."""
+        with ExitStack() as held:
+            with _writing(self.path):
+                file = held.enter_context(open(self.path / "lock", "a+", encoding="utf-8"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    file.seek(0)
+                    holder = file.read().strip() or "another process"
+                    raise ConfigError(
+                        f"{self.path} is in use by {holder}: two processes would overwrite each other's files. "
+                        f"Wait until it ends or stop it, or use {_ANOTHER}."
+                    ) from error
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
             try:
                 yield
             finally:
@@ -197,28 +196,10 @@ class RunFolder:
                 with suppress(OSError):
                     file.truncate(0)
 
-    def _held(self) -> IO[str]:
-        """The lock's file, which holds the lock while it is open."""
-        with _writing(self.path), ExitStack() as on_error:
-            file = on_error.enter_context(open(self.path / "lock", "a+", encoding="utf-8"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
-                holder = file.read().strip() or "another process"
-                raise ConfigError(
-                    f"{self.path} is in use by {holder}: two processes would overwrite each other's files. "
-                    f"Wait until it ends or stop it, or use {_ANOTHER}."
-                ) from error
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
-            on_error.pop_all()
-            return file
-
     # ------------------------------------------------------------------------------------------------------------- source
 
-    def _append_source(self, verb: str, command: Sequence[str]) -> None:
+    def append_source(self, verb: str, command: Sequence[str]) -> None:
+        """Record in source.txt the version, machine and command that started or resumed the run."""
         lines = {verb: datetime.now().astimezone().isoformat(timespec="seconds"), "command": shlex.join(command), **source()}
         with _writing(self.path), open(self.source, "a", encoding="utf-8") as file:
             file.write("".join(f"{name}: {value}\n" for name, value in lines.items()) + "\n")
@@ -244,11 +225,7 @@ def default_path(recipe: str, seed: int, root: Path = Path("runs"), now: datetim
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, replacing what was there in one step.
-
-    Raises:
-        ConfigError: it cannot be written. What was there is untouched.
-    """
+    """Replace a file in one step. Raises ConfigError if it cannot be written; what was there is untouched."""
     with replacing(path, ConfigError) as file:
         file.write(text.encode())
 
@@ -267,28 +244,26 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def digest_of(plain: Any) -> str:
-    """The digest of plain data."""
+    """The digest of data as JSON."""
     return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def differences(given: Any, own: Any) -> list[tuple[str, str, str]]:
-    """Where two Runs as JSON differ: the dotted path and both values as text.
+def differences(given: Any, own: Any, at: str = "") -> list[tuple[str, str, str]]:
+    """Where two Runs as JSON differ: the dotted path, under `at`, and both values as text.
 
     >>> differences({"seed": 1, "link": {"latency_s": 0.1}}, {"seed": 2, "link": {"latency_s": 0.1}})
     [('seed', '1', '2')]
     """
-    return [(path, _short(one), _short(two)) for path, one, two in _differences(given, own, "")]
-
-
-def _differences(one: Any, two: Any, at: str) -> Iterator[tuple[str, Any, Any]]:
-    if _is_record(one) and _is_record(two) and one.get("type") == two.get("type"):
-        for name in dict.fromkeys([*one, *two]):
-            yield from _differences(one.get(name, _ABSENT), two.get(name, _ABSENT), f"{at}.{name}" if at else name)
-    elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
-        for i, (left, right) in enumerate(zip(one, two, strict=True)):
-            yield from _differences(left, right, f"{at}.{i}")
-    elif one != two or isinstance(one, bool) != isinstance(two, bool):
-        yield at or "the Run", one, two
+    inside: list[tuple[str | int, Any, Any]]
+    if _is_record(given) and _is_record(own) and given.get("type") == own.get("type"):
+        names = dict.fromkeys([*given, *own])
+        inside = [(name, given.get(name, _ABSENT), own.get(name, _ABSENT)) for name in names]
+    elif isinstance(given, list) and isinstance(own, list) and len(given) == len(own):
+        inside = [(number, *both) for number, both in enumerate(zip(given, own, strict=True))]
+    else:
+        equal = given == own and isinstance(given, bool) == isinstance(own, bool)
+        return [] if equal else [(at or "the Run", _short(given), _short(own))]
+    return [found for name, one, two in inside for found in differences(one, two, joined(at, name))]
 
 
 def _is_record(node: Any) -> bool:
@@ -311,14 +286,6 @@ def _short(value: Any) -> str:
     return json.dumps(value)
 
 
-def _with_defaults(run_json: dict[str, Any]) -> Any:
-    """The Run with the defaults of settings that it lacks; unchanged if this version cannot read it."""
-    try:
-        return to_json(from_json(run_json))
-    except ConfigError:
-        return run_json
-
-
 # ---------------------------------------------------------------------------------------------------------------- source
 
 
@@ -337,8 +304,6 @@ def source() -> dict[str, str]:
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("atoll")
     except PackageNotFoundError:

@@ -17,7 +17,7 @@ from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import FSDP, ZeRO1
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Correction, Rebases, Rule
 from atoll.data.gaussians import Gaussians
@@ -33,15 +33,7 @@ from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.optim.staleness import DelayCompensation, Polynomial
 from atoll.replica.local_replica import InnerRule
 from atoll.runs.cluster import Cluster
-from atoll.runs.validation import (
-    check_batch_divides,
-    check_link_inside,
-    check_model_fits_data,
-    check_round_start,
-    check_stacked,
-    check_two_level,
-    check_warmup,
-)
+from atoll.runs.validation import check_run
 
 S = TypeVar("S")
 
@@ -87,9 +79,7 @@ class Train:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("steps", "batch_size", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"train.{name}={getattr(self, name)}: it is at least 1. Give a positive number.")
+        check_positive(self, "steps", "batch_size", "micro_batches", path="train.")
         if self.warm_start_steps < 0:
             raise ConfigError(f"train.warm_start_steps={self.warm_start_steps}: it is 0 or more. Use 0 to start from scratch.")
         if self.warm_start_lr is not None and not self.warm_start_lr > 0:
@@ -122,9 +112,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("evaluate_every", "save_every", "checkpoints"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"keep.{name}={getattr(self, name)}: it is at least 1. Give a positive number.")
+        check_positive(self, "evaluate_every", "save_every", "checkpoints", path="keep.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,41 +145,7 @@ class Run:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 0 <= self.seed < 2**48:
-            raise ConfigError(f"seed={self.seed} is outside [0, 2**48). Use a smaller number.")
-        if self.train.precision == "bf16" and self.train.device == "cpu":
-            raise ConfigError(
-                "train.precision=bf16 with train.device=cpu: autocast needs CUDA. Use fp32, all-bf16 for a module in bfloat16, or "
-                "device=auto or cuda."
-            )
-        check_model_fits_data(self.model, self.data)
-        if self.inside is not None:
-            check_two_level(self.algorithm, self.inside)
-        check_round_start(self.algorithm, self.inside, self.train)
-        check_stacked(self.train)
-        check_link_inside(self.cluster, self.inside)
-        for path, algorithm in (("algorithm", self.algorithm), ("inside", self.inside)):
-            check_batch_divides(algorithm, path, self.train)
-            check_warmup(algorithm, path, self.train)
-        if isinstance(self.algorithm, AsyncAlgorithm):
-            self.cluster.check_asynchronous()
-            speeds, islands = self.algorithm.plan.speeds, self.effective_cluster.islands
-            if speeds and len(speeds) != islands:
-                each = self.cluster.devices_per_island
-                devices = f" of {each} devices, each of which is an island" if each > 1 else ""
-                raise ConfigError(
-                    f"algorithm.speeds has {len(speeds)} figures for cluster.islands={self.cluster.islands}{devices}: give one per "
-                    f"island, or leave it empty to use those of cluster.step_time_s."
-                )
-            return
-        self.cluster.check_synchronous()
-        per_round = self.algorithm.steps_per_round
-        if self.train.steps % per_round:
-            fit = max(1, round(self.train.steps / per_round)) * per_round
-            raise ConfigError(
-                f"train.steps={self.train.steps} is not a multiple of the {per_round} inner steps of a round: the last round would "
-                f"be cut short. Use train.steps={fit}, or another length of a round."
-            )
+        check_run(self)
 
     @property
     def effective_cluster(self) -> Cluster:
@@ -210,15 +164,15 @@ class Run:
     @property
     def schedule_steps(self) -> int:
         """The length of a learning-rate schedule that has none of its own."""
-        if isinstance(
-            self.algorithm, AsyncAlgorithm
-        ):  # the position is the shard's, and all islands' steps are spread over the shards
-            return max(1, self.train.steps * self.effective_cluster.islands // self.shards)
-        return self.train.steps
+        if not self._asynchronous:
+            return self.train.steps
+        # The position is the shard's, and all islands' steps are spread over the shards.
+        return max(1, self.train.steps * self.effective_cluster.islands // self.shards)
 
     @property
     def resolved(self) -> Run:
-        """The run with defaults filled in: lengths of schedules, and the algorithm's optimizer and clipping."""
+        """The run with defaults filled in: lengths of schedules, the algorithm's optimizer and clipping, and the tokenizer of a
+        pretrained model."""
         with _schedule_errors(
             "optimizer", f"train.steps * islands / shards = {self.schedule_steps}" if self._asynchronous else "train.steps"
         ):
@@ -228,7 +182,10 @@ class Run:
         if self.inside is not None:
             rounds = self.train.steps // self.inside.steps_per_round
             inside = self._with_defaults(self.inside, "inside", optimizer, rounds)
-        return replace(self, data=self._resolved_data(), optimizer=optimizer, algorithm=algorithm, inside=inside)
+        data = self.data
+        if isinstance(self.model, Pretrained) and isinstance(data, Instructions) and data.tokenizer is None:
+            data = replace(data, tokenizer=self.model.path)
+        return replace(self, data=data, optimizer=optimizer, algorithm=algorithm, inside=inside)
 
     def _with_defaults(self, algorithm: Any, name: str, optimizer: InnerRule, rounds: int) -> Any:
         """The algorithm with the run's optimizer and clipping where it has none, its clock, and schedules of `rounds` rounds."""
@@ -243,12 +200,6 @@ class Run:
                 with _schedule_errors(f"{name}.{field.name}", f"{rounds} {'arrivals' if self._asynchronous else 'rounds'}"):
                     filled[field.name] = with_steps(value, rounds)
         return replace(algorithm, **filled)
-
-    def _resolved_data(self) -> Text | Gaussians | Instructions:
-        """The data with the tokenizer of a pretrained model, unless they name another."""
-        if isinstance(self.model, Pretrained) and isinstance(self.data, Instructions) and self.data.tokenizer is None:
-            return replace(self.data, tokenizer=self.model.path)
-        return self.data
 
     def rounds(self, steps: int) -> int:
         """The number of rounds in this number of inner steps: at least one."""
@@ -304,7 +255,9 @@ def with_steps(rule: Any, steps: int) -> Any:
     """The rule with a schedule of this length if its schedule has none, also in a rule that it wraps."""
     if not is_dataclass(rule) or isinstance(rule, type):
         return rule
-    steps = max(1, steps // _arrivals_per_step(rule))
+    # These two rules take one step of their schedule after several arrivals.
+    arrivals = rule.period if isinstance(rule, DelayedNesterov) else rule.size if isinstance(rule, Buffered) else 1
+    steps = max(1, steps // arrivals)
     changed: dict[str, Any] = {}
     for name, value in ((field.name, getattr(rule, field.name)) for field in fields(rule)):
         if name == "lr" and isinstance(value, Cosine | WSD) and value.steps is None:
@@ -312,11 +265,6 @@ def with_steps(rule: Any, steps: int) -> Any:
         elif name == "rule":
             changed[name] = with_steps(value, steps)
     return replace(rule, **changed) if changed else rule
-
-
-def _arrivals_per_step(rule: Any) -> int:
-    """The number of arrivals after which a rule takes one step of its schedule."""
-    return rule.period if isinstance(rule, DelayedNesterov) else rule.size if isinstance(rule, Buffered) else 1
 
 
 def with_rate_at(algorithm: Algorithm[Any], position: int) -> Algorithm[Any]:

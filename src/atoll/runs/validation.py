@@ -5,7 +5,7 @@ Every message names the settings by their paths and the values that fit.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from atoll.algorithms.acco import ACCO
@@ -27,7 +27,52 @@ if TYPE_CHECKING:
 _SHOWN = 4  # values that would fit, of many
 
 
-def check_model_fits_data(model: Any, data: Any) -> None:
+def check_run(run: Run) -> None:
+    """Refuse a Run whose settings do not fit together."""
+    if not 0 <= run.seed < 2**48:
+        raise ConfigError(f"seed={run.seed} is outside [0, 2**48). Use a smaller number.")
+    if run.train.precision == "bf16" and run.train.device == "cpu":
+        raise ConfigError(
+            "train.precision=bf16 with train.device=cpu: autocast needs CUDA. Use fp32, all-bf16 for a module in bfloat16, or "
+            "device=auto or cuda."
+        )
+    _check_model_fits_data(run.model, run.data)
+    if run.inside is not None:
+        check_two_level(run.algorithm, run.inside)
+    _check_round_start(run)
+    _check_stacked(run.train)
+    _check_link_inside(run.cluster, run.inside)
+    for path, algorithm in (("algorithm", run.algorithm), ("inside", run.inside)):
+        _check_batch_divides(algorithm, path, run.train)
+        _check_warmup(algorithm, path, run.train)
+    if isinstance(run.algorithm, AsyncAlgorithm):
+        run.cluster.check_asynchronous()
+        _check_speeds(run, run.algorithm.plan.speeds)
+    else:
+        run.cluster.check_synchronous()
+        _check_whole_rounds(run.train.steps, run.algorithm.steps_per_round)
+
+
+def _check_speeds(run: Run, speeds: Sequence[float]) -> None:
+    each = run.cluster.devices_per_island
+    if speeds and len(speeds) != run.effective_cluster.islands:
+        devices = f" of {each} devices, each of which is an island" if each > 1 else ""
+        raise ConfigError(
+            f"algorithm.speeds has {len(speeds)} figures for cluster.islands={run.cluster.islands}{devices}: give one per "
+            f"island, or leave it empty to use those of cluster.step_time_s."
+        )
+
+
+def _check_whole_rounds(steps: int, per_round: int) -> None:
+    if steps % per_round:
+        fit = max(1, round(steps / per_round)) * per_round
+        raise ConfigError(
+            f"train.steps={steps} is not a multiple of the {per_round} inner steps of a round: the last round would "
+            f"be cut short. Use train.steps={fit}, or another length of a round."
+        )
+
+
+def _check_model_fits_data(model: Any, data: Any) -> None:
     pairs = ((GPT, Text), (MLP, Gaussians), (Pretrained, Instructions))
     if any(isinstance(model, model_type) and isinstance(data, data_type) for model_type, data_type in pairs):
         return
@@ -59,7 +104,7 @@ def check_two_level(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Alg
         )
 
 
-def check_batch_divides(algorithm: Any, at: str, train: Train) -> None:
+def _check_batch_divides(algorithm: Any, at: str, train: Train) -> None:
     """Refuse a batch that the algorithm cannot cut into equal pieces with an example for every micro-batch."""
     pieces, size = getattr(algorithm, "pieces", 1), train.batch_size
     name = "pieces_per_half" if hasattr(algorithm, "pieces_per_half") else "pieces"
@@ -81,7 +126,7 @@ def check_batch_divides(algorithm: Any, at: str, train: Train) -> None:
         )
 
 
-def check_warmup(algorithm: Any, at: str, train: Train) -> None:
+def _check_warmup(algorithm: Any, at: str, train: Train) -> None:
     """Refuse a run that ends before an algorithm with background exchanges starts its first."""
     if isinstance(algorithm, ACCO | DPU | WP) and algorithm.warmup >= train.steps:
         name = type(algorithm).__name__
@@ -92,24 +137,25 @@ def check_warmup(algorithm: Any, at: str, train: Train) -> None:
         )
 
 
-def check_round_start(algorithm: Any, inside: Any, train: Train) -> None:
+def _check_round_start(run: Run) -> None:
     """Refuse settings of the inner optimizer's round start where islands have no inner optimizer of their own."""
     for name in ("fresh_optimizer", "peak_first"):
-        if not getattr(train, name):
+        if not getattr(run.train, name):
             continue
-        if inside is not None:
+        if run.inside is not None:
             raise ConfigError(
-                f"train.{name} is for islands of one device, and with inside={type(inside).__name__} the devices of an island "
+                f"train.{name} is for islands of one device, and with inside={type(run.inside).__name__} the devices of an island "
                 f"train together. Use train.{name}=false, or inside=none."
             )
-        if any(field.name == "optimizer" for field in fields(algorithm)):
+        if hasattr(run.algorithm, "optimizer"):
             raise ConfigError(
-                f"train.{name} is for islands that each train with an inner optimizer, and algorithm={type(algorithm).__name__} "
-                f"has one optimizer for the gradients of all. Use train.{name}=false, or an algorithm such as DiLoCo."
+                f"train.{name} is for islands that each train with an inner optimizer, and "
+                f"algorithm={type(run.algorithm).__name__} has one optimizer for the gradients of all. Use "
+                f"train.{name}=false, or an algorithm such as DiLoCo."
             )
 
 
-def check_stacked(train: Train) -> None:
+def _check_stacked(train: Train) -> None:
     """Refuse to stack islands in one pass where settings exclude it."""
     if train.together != "stacked":
         return
@@ -125,7 +171,7 @@ def check_stacked(train: Train) -> None:
         )
 
 
-def check_link_inside(cluster: Cluster, inside: Any) -> None:
+def _check_link_inside(cluster: Cluster, inside: Any) -> None:
     """Refuse settings about the devices of an island that would change nothing, or would be wrong."""
     several = cluster.devices_per_island > 1
     if inside is not None and not several:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Workload
-from atoll.data.gaussians import GaussianBatches, GaussianData, Gaussians, LabelledBatch, LoadedGaussians
-from atoll.data.instructions import IGNORED_LABEL, InstructionData, Instructions, LoadedInstructions, PaddedBatch, PaddedBatches
+from atoll.data.gaussians import GaussianBatches, Gaussians, LabelledBatch, LoadedGaussians
+from atoll.data.instructions import IGNORED_LABEL, Instructions, LoadedInstructions, PaddedBatch, PaddedBatches
 from atoll.data.partition import IID, Features, KMeans
-from atoll.data.text import LoadedText, Text, TextData
+from atoll.data.text import LoadedText, Text
 from atoll.data.token_batches import TokenBatches
 from atoll.data.tokenizer import Tokenizer
 from atoll.models.gpt import GPT, Decoder
@@ -43,19 +43,13 @@ class TextWorkload:
     """A decoder on text."""
 
     model: GPT
-    data: TextData
+    tokenizer: Tokenizer
+    batches: TokenBatches
+    validation: list[Tensor]
     seed: int
 
-    @property
-    def batches(self) -> TokenBatches:
-        return self.data.train
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.data.tokenizer
-
     def module(self) -> Decoder:
-        return self.model.build(self.data.vocab_size, self.data.seq_len, self.seed)
+        return self.model.build(self.tokenizer.vocab_size, self.batches.seq_len, self.seed)
 
     def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
         assert isinstance(module, Decoder)
@@ -64,7 +58,7 @@ class TextWorkload:
     def evaluate(self, module: nn.Module) -> Mapping[str, float]:
         """The float64 mean of the per-batch losses, in batch order, with one synchronisation of the device."""
         device = next(module.parameters()).device
-        losses = torch.stack([self.loss(module, batch.to(device, non_blocking=True)) for batch in self.data.validation])
+        losses = torch.stack([self.loss(module, batch.to(device, non_blocking=True)) for batch in self.validation])
         return {"loss": fmean(losses.tolist())}
 
     def fingerprint(self) -> str:
@@ -76,12 +70,10 @@ class ToyWorkload:
     """A perceptron that classifies points of several Gaussians."""
 
     model: MLP
-    data: GaussianData
+    data: Gaussians
+    batches: GaussianBatches
+    validation: LabelledBatch
     seed: int
-
-    @property
-    def batches(self) -> GaussianBatches:
-        return self.data.train
 
     def module(self) -> nn.Sequential:
         return self.model.build(self.data.dimensions, self.data.classes, self.seed)
@@ -94,11 +86,11 @@ class ToyWorkload:
         """The mean cross-entropy and the accuracy over the evaluation points."""
         device = next(module.parameters()).device
         loss, correct = 0.0, 0
-        for inputs, labels in zip(*(torch.split(part, _EVAL_BATCH) for part in self.data.evaluation), strict=True):
+        for inputs, labels in zip(*(torch.split(part, _EVAL_BATCH) for part in self.validation), strict=True):
             scores, labels = _scores(module, inputs.to(device)), labels.to(device)
             loss += float(F.cross_entropy(scores, labels, reduction="sum"))
             correct += int((scores.argmax(dim=1) == labels).sum())
-        count = len(self.data.evaluation[1])
+        count = len(self.validation[1])
         return {"loss": loss / count, "accuracy": correct / count}
 
     def fingerprint(self) -> str:
@@ -120,11 +112,9 @@ class FinetuningWorkload:
     """
 
     model: Pretrained
-    data: InstructionData
-
-    @property
-    def batches(self) -> PaddedBatches:
-        return self.data.train
+    data: LoadedInstructions
+    batches: PaddedBatches
+    validation: list[PaddedBatch]
 
     def module(self) -> nn.Module:
         """The pretrained module.
@@ -156,7 +146,7 @@ class FinetuningWorkload:
         """The mean over all predicted tokens of the held-out examples: long answers weigh more than short ones."""
         device = next(module.parameters()).device
         total, count = 0.0, 0
-        for batch in self.data.validation:
+        for batch in self.validation:
             loss, tokens = _summed_loss(module, {name: part.to(device) for name, part in batch.items()})
             total, count = total + float(loss), count + int(tokens)
         return {"loss": total / count}
@@ -194,15 +184,15 @@ def sharded_workload(run: Run, loaded: LoadedData, params: Tree) -> BuiltWorkloa
 def _build(
     run: Run, loaded: LoadedData, *, num_shards: int, partition: IID | None = None, features: Features | None = None, begin: int = 0
 ) -> BuiltWorkload:
+    how = (num_shards, run.train.batch_size, run.seed, begin)
     if isinstance(loaded, LoadedGaussians):
         assert isinstance(run.model, MLP)
-        return ToyWorkload(run.model, loaded.open(num_shards, run.train.batch_size, run.seed, begin), run.seed)
+        return ToyWorkload(run.model, loaded.settings, *loaded.open(*how), run.seed)
     if isinstance(loaded, LoadedInstructions):
         assert isinstance(run.model, Pretrained)
-        return FinetuningWorkload(run.model, loaded.open(num_shards, run.train.batch_size, run.seed, begin))
+        return FinetuningWorkload(run.model, loaded, *loaded.open(*how))
     assert isinstance(run.model, GPT)
-    text = loaded.open(num_shards, run.train.batch_size, run.seed, features, partition, begin)
-    return TextWorkload(run.model, text, run.seed)
+    return TextWorkload(run.model, loaded.tokenizer, *loaded.open(*how, features, partition), run.seed)
 
 
 def _features(run: Run, loaded: LoadedData, params: Tree) -> Features | None:
@@ -229,18 +219,6 @@ def partitioned_by_weights(run: Run) -> bool:
 def unpartitioned(data: Data) -> Data:
     """The data without shards and partition, on which loading does not depend."""
     return replace(data, shards=None, partition=IID()) if isinstance(data, Text) else replace(data, shards=None)
-
-
-def repartitioned(loaded: LoadedData, data: Data) -> LoadedData:
-    """The same loaded data with the shards and partition of `data`."""
-    if isinstance(loaded, LoadedText):
-        assert isinstance(data, Text)
-        return replace(loaded, text=data)
-    if isinstance(loaded, LoadedInstructions):
-        assert isinstance(data, Instructions)
-        return replace(loaded, instructions=data)
-    assert isinstance(data, Gaussians)
-    return replace(loaded, gaussians=data)
 
 
 def data_fingerprint(workload: Workload) -> str | None:

@@ -19,12 +19,12 @@ import torch
 from atoll.core import chunked_elementwise
 from atoll.core.events import Arrived, Dispatched, Evaluated, Exchanged, IslandJoined, Returned, RoundFinished, WindowClosed
 from atoll.core.flat_tree import Tree
+from atoll.core.nested_trees import trees
 from atoll.core.protocols import Algorithm, Arrival, AsyncAlgorithm, Owner, Rule, fields_owned
-from atoll.core.pytree import trees
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.engine import SimEngine
 from atoll.optim.adam import AdamW
-from atoll.optim.in_place import hub_algorithm
+from atoll.optim.in_place import HubStep
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Lost, Outage
 from atoll.testing.fakes import FakeReplica, ScriptedHub, ScriptedPeers, drive, one_round
@@ -118,19 +118,25 @@ def check_learns(algorithm: Algorithm[Any]) -> None:
     assert after < 0.5 * before, f"the loss went from {before:.4f} to {after:.4f}"
 
 
-def check_same_seed_same_log(algorithm: Algorithm[Any]) -> None:
+def check_same_seed_same_log(algorithm: Algorithm[Any] | AsyncAlgorithm[Any]) -> None:
     """Two runs with the same seed write the same bytes, however their threads were scheduled."""
-    one, two = (simulate(algorithm, steps=_steps(algorithm, 5), cluster=_faulty_cluster()).lines() for _ in range(2))
+    one, two = (_run_with_faults(algorithm)[1].lines() for _ in range(2))
     assert one == two
 
 
-def check_resumes_to_the_bit(algorithm: Algorithm[Any]) -> None:
-    """A run restored from any checkpoint has the weights and the log of the run that was not interrupted."""
+def check_resumes_to_the_bit(algorithm: Algorithm[Any] | AsyncAlgorithm[Any]) -> None:
+    """A run restored from any checkpoint has the weights and the log of the run that was not interrupted.
+
+    Checkpoints of an asynchronous run have workers that train, that wait in an open window, that are dead, and that are about to
+    join again. At the last one only the accounts remain to be closed.
+    """
     saved: SavedParts = []
-    engine, sink = _with_checkpoints(algorithm, 6, _faulty_cluster(), saved)
-    assert len(saved) > 2, "too few checkpoints to resume from"
-    for position, parts in saved[:-1]:
-        _check_resumed(_with_checkpoints(algorithm, 6, _faulty_cluster(), None, parts), engine, sink.lines()[position:])
+    engine, sink = _run_with_faults(algorithm, saved)
+    assert len(saved) == engine.round > 2, "too few checkpoints to resume from"
+    for position, parts in [*saved[:-1:16], saved[-1]] if isinstance(algorithm, AsyncAlgorithm) else saved[:-1]:
+        again, later = _run_with_faults(algorithm, restored=parts)
+        assert later.lines() == sink.lines()[position:], f"resuming at line {position} of the log gave another log"
+        assert again.params.equal(engine.params), f"resuming at line {position} of the log gave other weights"
 
 
 def check_one_island_sends_nothing(algorithm: Algorithm[Any]) -> None:
@@ -192,35 +198,29 @@ def _faulty_cluster() -> Cluster:
     )
 
 
-def _with_checkpoints(
-    algorithm: Algorithm[Any] | AsyncAlgorithm[Any],
-    rounds: int,
-    cluster: Cluster,
-    saved: SavedParts | None,
-    restored: dict[str, Any] | None = None,
-) -> tuple[SimEngine | AsyncSimEngine, Recorder]:
-    """A run with inner AdamW and dropout to its end, restored from these parts if given. `saved` receives its checkpoints."""
+def _run_with_faults(
+    algorithm: Algorithm[Any] | AsyncAlgorithm[Any], saved: SavedParts | None = None, restored: dict[str, Any] | None = None
+) -> tuple[Any, Recorder]:
+    """The engine and the log of six rounds with inner AdamW and dropout, restored from these parts if given. `saved` receives the
+    checkpoints."""
     sink = Recorder()
 
     def save(engine: SimEngine | AsyncSimEngine) -> None:
         if saved is not None:
             saved.append((len(sink.lines()), copy.deepcopy(detached(engine.parts()))))
 
-    steps = rounds * (algorithm.plan.steps if isinstance(algorithm, AsyncAlgorithm) else algorithm.steps_per_round)
+    if isinstance(algorithm, AsyncAlgorithm):
+        steps, cluster = algorithm.plan.steps, _faulty_workers(algorithm.plan.steps)
+    else:
+        steps, cluster = algorithm.steps_per_round, _faulty_cluster()
     workload = Regression(hidden=4, dropout=0.2)
-    engine, _ = simulator(algorithm, steps=steps, cluster=cluster, inner=AdamW(lr=0.01), workload=workload, sink=sink, save=save)
+    engine, _ = simulator(
+        algorithm, steps=6 * steps, cluster=cluster, inner=AdamW(lr=0.01), workload=workload, sink=sink, save=save
+    )
     if restored is not None:
         engine.restore(lambda part, like: copy.deepcopy(restored[part]))
     engine.run()
     return engine, sink
-
-
-def _check_resumed(
-    resumed: tuple[SimEngine | AsyncSimEngine, Recorder], engine: SimEngine | AsyncSimEngine, lines: list[str]
-) -> None:
-    again, later = resumed
-    assert later.lines() == lines, f"resuming {len(lines)} lines before the end of the log gave another log"
-    assert again.params.equal(engine.params), f"resuming {len(lines)} lines before the end of the log gave other weights"
 
 
 def detached(value: Any) -> Any:
@@ -264,10 +264,10 @@ def check_fused_step_equals_step(algorithm: AsyncAlgorithm[Any]) -> None:
     """Over several arrivals. The fused step does not change weights that a worker was dispatched with."""
     readable, arrival = _hub_state(algorithm)
     fused, _ = _hub_state(algorithm)
-    in_place = hub_algorithm(algorithm, fused)
+    fused_step = HubStep(algorithm, fused)
     for _ in range(9):
         sent, digest = fused.params, fused.params.digest()
-        readable, fused = algorithm.step(readable, arrival), in_place.step(fused, arrival)
+        readable, (fused, _) = algorithm.step(readable, arrival), fused_step(fused, arrival)
         assert sent.digest() == digest, "the fused step changed weights that a worker may hold"
         assert torch.allclose(readable.params.flat, fused.params.flat, rtol=1e-6, atol=1e-7), "the fused step gave other weights"
 
@@ -286,24 +286,6 @@ def check_stops_at_the_hub_step_that_reaches_the_updates(algorithm: AsyncAlgorit
     done = simulate(algorithm, steps=5 * algorithm.plan.steps, cluster=_unequal_cluster())
     *_, before, last = [event.local_updates for event in done.of(RoundFinished)]
     assert before < 4 * 5 * algorithm.plan.steps <= last == done.finished.local_updates
-
-
-def check_same_seed_same_async_log(algorithm: AsyncAlgorithm[Any]) -> None:
-    """Two runs with the same seed write the same bytes, however their threads were scheduled."""
-    one, two = (_run_with_faults(algorithm)[1].lines() for _ in range(2))
-    assert one == two
-
-
-def check_resumes_to_the_bit_at_any_hub_step(algorithm: AsyncAlgorithm[Any]) -> None:
-    """A run restored from any checkpoint has the weights and the log of the run that was not interrupted.
-
-    Checkpoints have workers that train, that wait in an open window, that are dead, and that are about to join again.
-    """
-    saved: SavedParts = []
-    engine, sink = _run_with_faults(algorithm, saved)
-    assert len(saved) == engine.round
-    for position, parts in [*saved[:-1:16], saved[-1]]:  # at the last one only the accounts remain to be closed
-        _check_resumed(_run_with_faults(algorithm, None, parts), engine, sink.lines()[position:])
 
 
 def check_nothing_is_counted_twice_or_lost(algorithm: AsyncAlgorithm[Any]) -> None:
@@ -345,8 +327,8 @@ ASYNC_CHECKS = (
     check_fused_step_equals_step,
     check_async_learns,
     check_stops_at_the_hub_step_that_reaches_the_updates,
-    check_same_seed_same_async_log,
-    check_resumes_to_the_bit_at_any_hub_step,
+    check_same_seed_same_log,
+    check_resumes_to_the_bit,
     check_nothing_is_counted_twice_or_lost,
     check_windows_hold_every_arrival_once,
     check_works_with_more_and_fewer_workers_than_shards,
@@ -364,12 +346,9 @@ def _unequal_cluster() -> Cluster:
     return Cluster(islands=4, step_time_s="very")
 
 
-def _run_with_faults(
-    algorithm: AsyncAlgorithm[Any], saved: SavedParts | None = None, restored: dict[str, Any] | None = None
-) -> tuple[AsyncSimEngine, Recorder]:
+def _faulty_workers(steps: int) -> Cluster:
     """Unequal workers with random step times: one joins late, one dies and joins again, and messages are lost."""
-    steps = algorithm.plan.steps
-    cluster = Cluster(
+    return Cluster(
         islands=4,
         step_time_s="very",
         step_time_jitter=0.2,
@@ -381,6 +360,3 @@ def _run_with_faults(
             Outage(island=1, start_s=5.0 * steps),
         ),
     )
-    engine, sink = _with_checkpoints(algorithm, 6, cluster, saved, restored)
-    assert isinstance(engine, AsyncSimEngine)
-    return engine, sink

@@ -44,13 +44,7 @@ class FakeReplica:
         self._params = self.params() + steps * self.moves_by
 
     async def gradient(
-        self,
-        work: Work,
-        *,
-        at: Tree | None = None,
-        onto: Gradient | None = None,
-        weigh: Weigh = "batches",
-        wide: bool = False,
+        self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
     ) -> Gradient:
         if at is not None:
             self.load(at)

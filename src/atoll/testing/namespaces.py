@@ -58,7 +58,7 @@ class NetworkNamespace:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[str]:
         """Starts a process in the namespace. Its output goes to `log`, its errors to the same path with the suffix .err. End of
-        file on its standard input tells it that its parent is gone."""
+        file on its standard input means that its parent has ended."""
         with log.open("w") as output, log.with_suffix(".err").open("w") as errors:
             return subprocess.Popen(
                 self.inside(command),
@@ -94,11 +94,10 @@ class NetworkNamespace:
 
 
 class ShapedLink:
-    """A link with these ends, to be cut, shaped and restored: a fault_injector.FaultyLink. `mbit_per_s` is its normal rate; None:
-    unshaped."""
+    """A link with these ends, to be cut, shaped and restored. At first it has no limit."""
 
-    def __init__(self, ends: Sequence[NetworkNamespace], mbit_per_s: float | None = None) -> None:
-        self._ends, self._rate = tuple(ends), mbit_per_s
+    def __init__(self, ends: Sequence[NetworkNamespace]) -> None:
+        self._ends = tuple(ends)
         self.restore()
 
     def cut(self) -> None:
@@ -110,7 +109,7 @@ class ShapedLink:
             end.shape(mbit_per_s)
 
     def restore(self) -> None:
-        self.shape(self._rate)
+        self.shape(None)
 
 
 def burst_bytes(mbit_per_s: float) -> int:

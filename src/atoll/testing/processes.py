@@ -8,9 +8,8 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +28,7 @@ from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.engine import ProcessEngine, ProcessSetup
 from atoll.engines.processes.fsdp import ShardedModel
-from atoll.engines.processes.process_group import RankContext, create_context
+from atoll.engines.processes.rank_context import RankContext, create_context
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import InnerRule, LocalReplica
@@ -74,15 +73,6 @@ class ProcessPool:
     def close(self) -> None:
         self._pool.shutdown()
         self._folder.cleanup()
-
-
-@contextmanager
-def processes(size: int) -> Iterator[ProcessPool]:
-    pool = ProcessPool(size)
-    try:
-        yield pool
-    finally:
-        pool.close()
 
 
 def _call_in_group(rank: int, size: int, store: str, function: Callable[..., T], arguments: Sequence[Any]) -> T:

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from atoll.core.errors import ConfigError
 from atoll.core.events import Attended
 from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import Cut, FaultScript, Freeze, FullDisk, Kill, Slow, TimedFault
@@ -170,8 +169,3 @@ def test_overlapping_full_disks_apply_the_smaller_limit_and_restore_the_old_one(
         injector.step(now_s, {"a": victim})
         found.append(resource.prlimit(victim.pid, resource.RLIMIT_FSIZE)[0])
     assert found == [100, 100, 900, before[0]]
-
-
-def test_a_script_with_an_unknown_link_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"links \['sea'\]; the run has \[\]"):
-        FaultInjector(FaultScript(faults=(TimedFault(at_s=1.0, fault=Cut(link="sea", for_s=1.0)),)), tmp_path / "chaos.jsonl")

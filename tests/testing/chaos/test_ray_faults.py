@@ -146,16 +146,16 @@ def test_faults_of_ray_processes_are_accepted():
     [
         (
             script(Kill(victim="worker-2")),
-            r"has the victims worker-2; the run starts hub, worker-0, worker-1\. Name one of these",
+            r"names worker-2; the run starts hub, worker-0, worker-1\. Name one of these",
         ),
-        (script(Kill(victim="island-0000"), Kill(victim="lighthouse")), "has the victims island-0000, lighthouse"),
+        (script(Kill(victim="island-0000"), Kill(victim="lighthouse")), "names island-0000, lighthouse"),
         (
             script(Cut(link="link", for_s=1.0)),
             r"the links link; .* has none.*FullDisk of hub, worker-0, worker-1.*Leave out Cut",
         ),
         (
             FaultScript(update_faults=(UpdateFault(island=HUB, round=1, kind="nan"),)),
-            r"update faults of hub.*\(--elastic\).*Leave out update_faults",
+            r"update faults of hub.*\(--engine elastic\).*Leave out update_faults",
         ),
     ],
 )

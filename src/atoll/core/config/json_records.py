@@ -16,26 +16,19 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from atoll.core.config.type_checks import has_default, is_record, joined, settable
+from atoll.core.config.type_checks import is_record, joined, missing_fields, settable
 from atoll.core.errors import ConfigError
 
 
-def to_json(value: Any) -> Any:
-    """Dictionaries, lists, strings, numbers and none, from which `from_json` makes an equal value.
-
-    Raises:
-        ConfigError: there is something in it that settings cannot hold.
-    """
-    return _to_json(value, "")
-
-
-def _to_json(value: Any, at: str) -> Any:
+def to_json(value: Any, at: str = "") -> Any:
+    """Dictionaries, lists, strings, numbers and none, from which `from_json` makes an equal value. `at` is its path, for the
+    ConfigError about a value that settings cannot hold."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -44,27 +37,23 @@ def _to_json(value: Any, at: str) -> Any:
     if isinstance(value, Path):
         return {"type": "path", "value": str(value)}
     if type(value) is tuple:
-        return [_to_json(item, joined(at, i)) for i, item in enumerate(value)]
+        return [to_json(item, joined(at, i)) for i, item in enumerate(value)]
     if is_record(value) and "type" not in settable(type(value)):
-        return {"type": type_name(type(value)), **{n: _to_json(getattr(value, n), joined(at, n)) for n in settable(type(value))}}
+        return {"type": type_name(type(value)), **{n: to_json(getattr(value, n), joined(at, n)) for n in settable(type(value))}}
     raise ConfigError(
         f"{at or 'the value'} is {value!r}, which cannot be saved. Settings hold frozen dataclasses (without a field called "
         f"'type'), tuples, numbers, text, paths and none. Use one of these."
     )
 
 
-def from_json(node: Any) -> Any:
+def from_json(node: Any, at: str = "") -> Any:
     """The value that `to_json` wrote. Fields that a file of an older version lacks get their defaults.
 
     Raises:
         ConfigError: a type or field is unknown, a field without a default is missing, or the dataclass refuses its values.
     """
-    return _from_json(node, "")
-
-
-def _from_json(node: Any, at: str) -> Any:
     if isinstance(node, list):
-        return tuple(_from_json(item, joined(at, i)) for i, item in enumerate(node))
+        return tuple(from_json(item, joined(at, i)) for i, item in enumerate(node))
     if not isinstance(node, dict):
         return node
     name, given = node.get("type"), {key: item for key, item in node.items() if key != "type"}
@@ -79,14 +68,14 @@ def _from_json(node: Any, at: str) -> Any:
                 f"import the module of your own ones before you open the file, or check the name."
             )
         _check_fields(kind, given, f"{here} ({kind.__name__})")
-        return kind(**{key: _from_json(item, joined(at, key)) for key, item in given.items()})
+        return kind(**{key: from_json(item, joined(at, key)) for key, item in given.items()})
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{here} cannot be made from {node}: {error}. Correct the file, or write it again with atoll.") from error
 
 
-def _check_fields(kind: type, given: Iterable[str], here: str) -> None:
-    known, given = settable(kind), set(given)
-    unknown, missing = sorted(given - known.keys()), [n for n, f in known.items() if n not in given and not has_default(f)]
+def _check_fields(kind: type, given: Collection[str], here: str) -> None:
+    known = settable(kind)
+    unknown, missing = sorted(set(given) - known.keys()), missing_fields(kind, given)
     if unknown:
         raise ConfigError(
             f"{here} is given {', '.join(unknown)}, which it does not have. It has: {', '.join(known)}. "
@@ -129,9 +118,8 @@ def _own_records() -> dict[str, type]:
     found: dict[str, type] = {}
     for path in modules:
         module = importlib.import_module(".".join(["atoll", *path.relative_to(root).with_suffix("").parts]))
-        found |= {name: kind for name, kind in vars(module).items() if _is_record_of(kind, module.__name__)}
+        classes = {
+            name: kind for name, kind in vars(module).items() if isinstance(kind, type) and kind.__module__ == module.__name__
+        }
+        found |= {name: kind for name, kind in classes.items() if is_dataclass(kind) or hasattr(kind, "_fields")}
     return found
-
-
-def _is_record_of(kind: Any, module: str) -> bool:
-    return isinstance(kind, type) and kind.__module__ == module and (is_dataclass(kind) or hasattr(kind, "_fields"))

@@ -18,48 +18,40 @@ from __future__ import annotations
 import ast
 import difflib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, is_dataclass, replace
 from functools import reduce
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_origin
 
-from atoll.core.config.settings import NO_PRESETS, WORDS, Candidates, Presets, describe, no_candidates, paths, text_of, type_text
+from atoll.core.config.setting_paths import NO_PRESETS, WORDS, Candidates, Presets, describe, no_candidates, text_of, type_text
 from atoll.core.config.type_checks import (
+    choices_of,
     default_of,
-    has_default,
     hints_of,
     is_protocol,
     is_record,
     item_hints,
     joined,
     members_of,
+    missing_fields,
     settable,
 )
 from atoll.core.errors import ConfigError
 
 R = TypeVar("R")
-
-
 _SCALARS = (NoneType, bool, Literal, int, float, Path, str)  # in this order: text last, since everything is text
 
 
 def override(run: R, assignments: Sequence[str], candidates: Candidates = no_candidates, presets: Presets = NO_PRESETS) -> R:
     """The Run with these settings changed, each written `path=value`. If a path is given twice, the last one counts.
 
-    Args:
-        run: as it is now.
-        assignments: what is to change.
-        candidates: the dataclasses that may stand where a Protocol is asked for.
-        presets: the names that may stand for a whole value.
-
-    Raises:
-        ConfigError: a path does not exist, a value does not fit there, or a dataclass refuses the whole.
+    ConfigError if a path does not exist, a value does not fit there, or a dataclass refuses the whole.
     """
     edit = reduce(_merge, (_assignment(text, run) for text in assignments), _Edit())
-    changed: R = _Editor(candidates, paths(run), presets).apply(edit, run, type(run), "")
+    changed: R = _Editor(candidates, [setting.path for setting in describe(run)], presets).apply(edit, run, type(run), "")
     return changed
 
 
@@ -141,7 +133,7 @@ def _parse(text: str) -> _Expr:
 
 @contextmanager
 def _refusal_at(at: str) -> Iterator[None]:
-    """Says where in the Run a dataclass refused its values: a run has more than one lr."""
+    """Adds the path at which a dataclass refused its values: a run has more than one lr."""
     try:
         yield
     except ConfigError as error:
@@ -176,7 +168,7 @@ class _Editor:
         if not edit.inside:
             return now
         if is_record(now):
-            values = self._values(edit, type(now), lambda f: getattr(now, f.name), at)
+            values = self._values(edit, type(now), now, at)
             with _refusal_at(at):
                 return replace(now, **values)
         if isinstance(now, tuple):
@@ -195,20 +187,22 @@ class _Editor:
                 f"{at}={expr.text}: values need names. Write {kind.__name__}({', '.join(settable(kind))}) with name=value."
             )
         given = _merge(_Edit(None, {name: _Edit(part) for name, part in expr.keywords().items()}), _Edit(None, edit.inside))
-        values = self._values(given, kind, default_of, at)
-        missing = [name for name, f in settable(kind).items() if name not in values and not has_default(f)]
+        values = self._values(given, kind, None, at)
+        missing = missing_fields(kind, values)
         if missing:
             example = ", ".join(f"{name}=..." for name in missing)
             raise ConfigError(f"{at}={expr.text}: {kind.__name__} needs {', '.join(missing)}. Write {kind.__name__}({example}).")
         with _refusal_at(at):
             return kind(**values)
 
-    def _values(self, edit: _Edit, kind: type, present: Callable[[Field[Any]], Any], at: str) -> dict[str, Any]:
+    def _values(self, edit: _Edit, kind: type, now: Any, at: str) -> dict[str, Any]:
+        """The edited fields of a dataclass of this kind, from the values in `now`; without `now`, from the defaults."""
         known, hints = settable(kind), hints_of(kind)
         for name, inner in edit.inside.items():
             if name not in known:
                 raise ConfigError(self._unknown(".".join([joined(at, name), *_rest(inner)]), kind, at))
-        return {n: self.apply(inner, present(known[n]), hints[n], joined(at, n)) for n, inner in edit.inside.items()}
+        present = {n: default_of(known[n]) if now is None else getattr(now, n) for n in edit.inside}
+        return {n: self.apply(inner, present[n], hints[n], joined(at, n)) for n, inner in edit.inside.items()}
 
     def _items(self, edit: _Edit, now: tuple[Any, ...], hint: Any, at: str) -> tuple[Any, ...]:
         items, hints = list(now), item_hints(hint, len(now)) or [Any] * len(now)
@@ -251,7 +245,7 @@ def _scalar(expr: _Expr, kind: Any, hint: Any) -> Any:
     """The value as one of this kind, or MISSING if it is none or if the hint does not allow the kind."""
     value = expr.literal()
     if kind is Literal:
-        options = [option for member in members_of(hint) if get_origin(member) is Literal for option in get_args(member)]
+        options = choices_of(hint)
         same = (o for o in options if (type(o) is type(value) and o == value) or (isinstance(o, str) and o == expr.text))
         return next(same, MISSING)
     if kind not in members_of(hint) and Any not in members_of(hint):

@@ -27,9 +27,10 @@ atoll.core.errors.ConfigError: setting is the class Setting, not a Setting. Give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import get_annotations
 from numbers import Integral, Real
 from os import PathLike, fspath
@@ -64,11 +65,12 @@ _SHOWN = 60
 def check_types(instance: Any) -> None:
     """Refuse fields whose values are not of their declared types. Lists are accepted for tuples, and paths for text."""
     kind: Any = type(instance)
-    for name, hint in _declared(kind):
-        given = getattr(instance, name)
-        converted = _convert(name, given, hint)
+    hints = hints_of(kind)
+    for field in fields(instance):
+        given = getattr(instance, field.name)
+        converted = _convert(field.name, given, hints[field.name])
         if converted is not given:  # lists are not hashable
-            object.__setattr__(instance, name, converted)
+            object.__setattr__(instance, field.name, converted)
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
@@ -76,10 +78,11 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     _convert(name, value, hint)
 
 
-@cache
-def _declared(kind: type) -> tuple[tuple[str, Any], ...]:
-    hints = get_type_hints(kind)
-    return tuple((field.name, hints[field.name]) for field in fields(kind))
+def check_positive(record: Any, *names: str, path: str = "") -> None:
+    """Refuse fields of a record that are below 1. `path` precedes their names in the message."""
+    for name in names:
+        if getattr(record, name) < 1:
+            raise ConfigError(f"{path}{name}={getattr(record, name)}: at least 1 is needed. Give a positive number.")
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:
@@ -88,56 +91,43 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
     if any(fits(value) for fits in expected.tests):
         return value
     if expected.lists and isinstance(value, list | tuple):
-        return _convert_list(name, value, expected.lists[0])
+        kinds = item_hints(hint, len(value))
+        if kinds is None:
+            raise ConfigError(
+                f"{name}={_shown(value)} has {len(value)} entries, and takes {len(get_args(expected.lists[0]))}. Give as many."
+            )
+        converted = tuple(_convert(f"{name}[{at}]", value[at], kind) for at, kind in enumerate(kinds))
+        unchanged = isinstance(value, tuple) and all(map(operator.is_, converted, value))
+        return value if unchanged else converted
     if expected.lists == (tuple[str, ...],) and isinstance(value, str):  # its class reports a single pattern itself
         return value
-    if expected.text and isinstance(value, PathLike):
+    if "text" in expected.names and isinstance(value, PathLike):
         return fspath(value)
     raise ConfigError(f"{name}{_refusal(value, expected)}")
-
-
-def _convert_list(name: str, value: list[Any] | tuple[Any, ...], hint: Any) -> tuple[Any, ...]:
-    items = get_args(hint)
-    each = items[:1] * len(value) if items[1:] == (...,) else items
-    if len(value) != len(each):
-        raise ConfigError(f"{name}={_shown(value)} has {len(value)} entries, and takes {len(each)}. Give as many.")
-    converted = tuple(_convert(f"{name}[{at}]", item, kind) for at, (item, kind) in enumerate(zip(value, each, strict=True)))
-    unchanged = isinstance(value, tuple) and all(new is old for new, old in zip(converted, value, strict=True))
-    return value if unchanged else converted  # type: ignore[return-value]
 
 
 # ------------------------------------------------------------------------------------------------------------ accepted values
 
 
 class _Expected(NamedTuple):
-    """The values that a hint accepts.
+    """The values that a hint accepts."""
 
-    Attributes:
-        tests: a value fits if one of these returns true.
-        choices: accepted words.
-        lists: accepted tuples, if their entries fit.
-        text: whether text is accepted.
-        kinds: accepted classes and Protocols.
-        names: of all of these, for messages.
-    """
-
-    tests: tuple[Callable[[Any], bool], ...]
-    choices: tuple[Any, ...]
-    lists: tuple[Any, ...]
-    text: bool
-    kinds: tuple[type, ...]
-    names: tuple[str, ...]
+    tests: Sequence[Callable[[Any], bool]]  # a value fits if one of these returns true
+    choices: tuple[Any, ...]  # words
+    lists: tuple[Any, ...]  # tuples, if their entries fit
+    kinds: tuple[type, ...]  # classes and Protocols
+    names: Sequence[str]  # of all of these, for messages
 
 
 @cache
 def _expected(hint: Any) -> _Expected:
     members = members_of(hint)
-    choices = tuple(choice for member in members if get_origin(member) is Literal for choice in get_args(member))
+    choices = choices_of(hint)
     lists = tuple(member for member in members if get_origin(member) is tuple)
     kinds = tuple(get_origin(member) or member for member in members if _is_class(member))
     plain = [_PLAIN[member] for member in members if member in _PLAIN]
     tests = [fits for _, fits in plain]
-    tests += [_test_of(kind) for kind in kinds]
+    tests += [partial(_is_instance, kind) for kind in kinds]
     if choices:
         tests.append(lambda value: isinstance(value, str) and value in choices)
     if Any in members:
@@ -145,7 +135,7 @@ def _expected(hint: Any) -> _Expected:
     names = [name for name, _ in plain if name != "None"] + [f"{_article(kind.__name__)} {kind.__name__}" for kind in kinds]
     names += [f"one of {', '.join(map(repr, choices))}"] if choices else []
     names += ["a list"] if lists else []
-    return _Expected(tuple(tests), choices, lists, str in members, kinds, tuple(names))
+    return _Expected(tests, choices, lists, kinds, names)
 
 
 def _is_class(member: Any) -> bool:
@@ -154,10 +144,8 @@ def _is_class(member: Any) -> bool:
     return isinstance(kind, type) and kind not in _PLAIN and kind not in (tuple, Any)
 
 
-def _test_of(kind: type) -> Callable[[Any], bool]:
-    if is_protocol(kind):
-        return lambda value: not isinstance(value, type) and not missing(value, kind)
-    return lambda value: isinstance(value, kind)
+def _is_instance(kind: type, value: Any) -> bool:
+    return not isinstance(value, type) and not missing(value, kind) if is_protocol(kind) else isinstance(value, kind)
 
 
 def missing(value: Any, protocol: type) -> list[str]:
@@ -167,14 +155,10 @@ def missing(value: Any, protocol: type) -> list[str]:
 
 
 @cache
-def _members(protocol: type) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_own_members(protocol)))
-
-
-def _own_members(protocol: type) -> Iterator[str]:
-    for base in reversed(protocol.__mro__):
-        if is_protocol(base) and base.__module__ != "typing":
-            yield from (name for name in [*get_annotations(base), *vars(base)] if not name.startswith("_"))
+def _members(protocol: type) -> list[str]:
+    bases = [base for base in reversed(protocol.__mro__) if is_protocol(base) and base.__module__ != "typing"]
+    names = dict.fromkeys(name for base in bases for name in [*get_annotations(base), *vars(base)])
+    return [name for name in names if not name.startswith("_")]
 
 
 # ------------------------------------------------------------------------------------------------------------------- messages
@@ -182,7 +166,7 @@ def _own_members(protocol: type) -> Iterator[str]:
 
 def _refusal(value: Any, expected: _Expected) -> str:
     """The message after the setting's name."""
-    *others, last = expected.names or ("None",)
+    *others, last = expected.names or ["None"]
     wanted = f"{', '.join(others)} or {last}" if others else last
     if expected.choices and isinstance(value, str):
         return f"={value!r} is none of {', '.join(map(repr, expected.choices))}. Use one of them."
@@ -200,18 +184,14 @@ def _refusal(value: Any, expected: _Expected) -> str:
         return f"={_shown(value)} is not {wanted}. {_advice(expected)}"
     room = type(value).__module__.partition(".")[0]
     kind = type(value).__name__ if room in ("__main__", "atoll") else f"{type(value).__module__}.{type(value).__name__}"
-    return f" is {_article(kind)} {kind}, not {wanted}{_missing_members(value, expected)}. {_advice(expected)}"
-
-
-def _missing_members(value: Any, expected: _Expected) -> str:
-    """The members that it lacks of the nearest Protocol."""
-    lacks = sorted((missing(value, kind) for kind in expected.kinds if is_protocol(kind)), key=len)
-    return f": it has no {', '.join(lacks[0])}" if lacks else ""
+    nearest = min((missing(value, protocol) for protocol in expected.kinds if is_protocol(protocol)), key=len, default=[])
+    lacks = f": it has no {', '.join(nearest)}" if nearest else ""
+    return f" is {_article(kind)} {kind}, not {wanted}{lacks}. {_advice(expected)}"
 
 
 def _advice(expected: _Expected, given: type | None = None) -> str:
     """What to give instead. If a class was given where its instance fits, an instance of it."""
-    if given is not None and any(_makes(given, kind) for kind in expected.kinds):
+    if given is not None and any(not missing(given, k) if is_protocol(k) else issubclass(given, k) for k in expected.kinds):
         return f"Give one: {given.__name__}(...)."
     if len(expected.names) > len(expected.kinds):  # a number needs no example
         return "Give one."
@@ -219,10 +199,6 @@ def _advice(expected: _Expected, given: type | None = None) -> str:
     if unknown:
         return f"Give something that has {', '.join(_members(unknown[0]))}."
     return f"Give one, such as {' or '.join(map(_example, expected.kinds))}."
-
-
-def _makes(given: type, kind: type) -> bool:
-    return not missing(given, kind) if is_protocol(kind) else issubclass(given, kind)
 
 
 def _example(kind: type) -> str:
@@ -255,6 +231,11 @@ def members_of(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
+def choices_of(hint: Any) -> tuple[Any, ...]:
+    """The values that its Literals allow."""
+    return tuple(choice for member in members_of(hint) if get_origin(member) is Literal for choice in get_args(member))
+
+
 def item_hints(hint: Any, length: int) -> list[Any] | None:
     """The types of the items of a tuple of this length; none if the hint allows no such tuple."""
     for shape in (get_args(member) for member in members_of(hint) if get_origin(member) is tuple):
@@ -263,7 +244,8 @@ def item_hints(hint: Any, length: int) -> list[Any] | None:
     return None
 
 
-def hints_of(kind: type) -> dict[str, Any]:
+@cache
+def hints_of(kind: type) -> Mapping[str, Any]:
     try:
         return get_type_hints(kind)
     except NameError as error:
@@ -277,12 +259,14 @@ def settable(kind: type) -> dict[str, Field[Any]]:
     return {f.name: f for f in fields(kind) if f.init}
 
 
-def has_default(f: Field[Any]) -> bool:
-    return f.default is not MISSING or f.default_factory is not MISSING
-
-
 def default_of(f: Field[Any]) -> Any:
+    """MISSING if the field has none."""
     return f.default_factory() if f.default_factory is not MISSING else f.default
+
+
+def missing_fields(kind: type, given: Collection[str]) -> list[str]:
+    """The fields without a default that are not given."""
+    return [name for name, f in settable(kind).items() if name not in given and f.default is f.default_factory is MISSING]
 
 
 def is_record(value: Any) -> bool:

@@ -12,15 +12,14 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from atoll.core.errors import ConfigError
 from atoll.core.events import Arrived, Attended, Event
-from atoll.testing.chaos.faults import LIGHTHOUSE, Cut, Fault, FaultScript, Freeze, FullDisk, Kill, Slow
-from atoll.testing.namespaces import NetworkNamespace, ShapedLink, inside_namespace, star_network, unavailable_reason
+from atoll.testing.chaos.faults import Cut, Fault, FaultScript, Freeze, FullDisk, Kill, Slow, fault_record
+from atoll.testing.namespaces import ShapedLink
 
 
 class TargetProcess(Protocol):
@@ -31,16 +30,6 @@ class TargetProcess(Protocol):
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
-
-
-class FaultyLink(Protocol):
-    """A link between two machines that can fail."""
-
-    def cut(self) -> None: ...
-
-    def shape(self, mbit_per_s: float) -> None: ...
-
-    def restore(self) -> None: ...
 
 
 LastingFault = Freeze | FullDisk | Cut | Slow
@@ -54,12 +43,8 @@ class FaultInjector:
     """Executes a fault script on one run, and logs one JSON object per line to the file `log`, which is truncated first. As a Sink
     it starts the script's clock at the first commit, or the first arrived update."""
 
-    def __init__(self, script: FaultScript, log: Path, *, links: Mapping[str, FaultyLink] | None = None) -> None:
+    def __init__(self, script: FaultScript, log: Path, *, links: Mapping[str, ShapedLink] | None = None) -> None:
         self._links = dict(links or {})
-        unknown = sorted(script.links - self._links.keys())
-        if unknown:
-            raise ConfigError(f"a fault script names the links {unknown}; the run has {sorted(self._links)}. Name one of these.")
-        self.script = script
         self._sequence = itertools.count()
         self._pending = [(one.at_s, next(self._sequence), one.fault) for one in script.faults]
         heapq.heapify(self._pending)
@@ -94,16 +79,16 @@ class FaultInjector:
 
     def _inject(self, fault: Fault, processes: Mapping[str, TargetProcess]) -> None:
         if isinstance(fault, Cut | Slow):
-            self._log("injected", _fault_record(fault))
+            self._log("injected", fault_record(fault))
             link = self._links[fault.link]
             self._begin(fault, None, fault.link, lambda faults: _apply_to_link(link, faults))
             return
         process = processes.get(fault.victim)
         if process is None or process.poll() is not None:
             why = "it is not running" if process is not None else "no such process"
-            self._log("skipped", {**_fault_record(fault), "why": why})
+            self._log("skipped", {**fault_record(fault), "why": why})
             return
-        self._log("injected", {**_fault_record(fault), "pid": process.pid})
+        self._log("injected", {**fault_record(fault), "pid": process.pid})
         if isinstance(fault, Kill):
             with suppress(ProcessLookupError):  # it ended by itself since poll()
                 os.kill(process.pid, signal.SIGKILL)
@@ -132,11 +117,7 @@ class FaultInjector:
             file.write(json.dumps({"at_s": round(at_s, 3), action: dict(about)}) + "\n")
 
 
-def _fault_record(fault: Fault) -> dict[str, Any]:
-    return {"fault": type(fault).__name__, **vars(fault)}
-
-
-def _apply_to_link(link: FaultyLink, faults: Sequence[LastingFault]) -> bool:
+def _apply_to_link(link: ShapedLink, faults: Sequence[LastingFault]) -> bool:
     """Cut if any active fault is a Cut, else shaped to the lowest rate."""
     rates = [fault.mbit_per_s for fault in faults if isinstance(fault, Slow)]
     if any(isinstance(fault, Cut) for fault in faults):
@@ -167,43 +148,3 @@ def _limit_files(process: TargetProcess, limit_before: int, faults: Sequence[Las
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (min(limits, default=limit_before), hard))
         return True
     return False
-
-
-# ------------------------------------------------------------------------------------------------- links between namespaces
-
-
-class NamespaceNetwork:
-    """A star of network namespaces, one per process of a run. A process whose link is cut reaches no other."""
-
-    def __init__(self, ends: Mapping[str, tuple[NetworkNamespace, NetworkNamespace]]) -> None:
-        self._ends = ends
-        self.links = {name: ShapedLink(pair) for name, pair in ends.items()}
-        self.address = ends[LIGHTHOUSE][0].address  # of the lighthouse
-
-    def inside(self, name: str, command: Sequence[str]) -> list[str]:
-        """The command that starts a process in the namespace of this name."""
-        return self._ends[name][0].inside(command)
-
-
-@contextmanager
-def namespace_network(islands: Sequence[str]) -> Iterator[NamespaceNetwork]:
-    """Creates a namespace for the lighthouse and for each island. Meanwhile the calling thread is in the lighthouse's namespace."""
-    with star_network([LIGHTHOUSE, *islands]) as ends, inside_namespace(ends[LIGHTHOUSE][0]):
-        yield NamespaceNetwork(ends)
-
-
-def check_links(script: FaultScript, names: Sequence[str]) -> None:
-    """Refuses link faults of unknown links, and all link faults where network namespaces cannot be created."""
-    if not script.links:
-        return
-    unknown = sorted(script.links - set(names))
-    if unknown:
-        raise ConfigError(
-            f"a fault script names the links of {', '.join(unknown)}; the run has those of {', '.join(names)}. Name one of these."
-        )
-    reason = unavailable_reason()
-    if reason is not None:
-        raise ConfigError(
-            f"a fault script has link faults, which need network namespaces, and {reason}. Leave out Cut and Slow, or run it "
-            f"where namespaces can be created."
-        )

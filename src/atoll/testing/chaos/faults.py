@@ -19,17 +19,16 @@ CHAOS_LOG = "chaos.jsonl"
 
 
 class _ValidatedFields:
-    """Refuses a number field without a number of 0 or more, and a name field without a string."""
+    """Refuses values of other types than the declared ones, and negative numbers."""
 
     def __post_init__(self) -> None:
-        record: Any = self
-        for field in fields(record):
-            value = getattr(record, field.name)
-            if field.type in ("float", "int") and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
-                raise ConfigError(f"{field.name}={value!r} in {type(self).__name__}: it must be a number, 0 or more. Give one.")
-            if field.type == "str" and not isinstance(value, str):
-                raise ConfigError(f"{field.name}={value!r} in {type(self).__name__}: it must be a name. Give a string.")
-        check_types(self)  # last: its message does not name the class
+        try:
+            check_types(self)
+        except ConfigError as error:
+            raise ConfigError(f"{type(self).__name__}: {error}") from error
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not value >= 0:
+                raise ConfigError(f"{type(self).__name__}: {name}={value!r} is not a number of 0 or more. Give one.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +120,17 @@ class FaultScript:
         """Names of all links that the script hits."""
         return {one.fault.link for one in self.faults if isinstance(one.fault, Cut | Slow)}
 
+    def check_names(self, processes: Sequence[str]) -> None:
+        """Refuse faults of processes that the run does not start. Links are named after the processes that they connect."""
+        unknown = sorted((self.victims | self.links) - set(processes))
+        if unknown:
+            raise ConfigError(
+                f"a fault script names {', '.join(unknown)}; the run starts {', '.join(processes)}. Name one of these."
+            )
+
     def to_text(self) -> str:
         """As JSON."""
-        faults = [{"at_s": one.at_s, "fault": type(one.fault).__name__, **asdict(one.fault)} for one in self.faults]
+        faults = [{"at_s": one.at_s, **fault_record(one.fault)} for one in self.faults]
         return json.dumps({"faults": faults, "update_faults": [asdict(one) for one in self.update_faults]})
 
     @staticmethod
@@ -146,6 +153,11 @@ class FaultScript:
             raise ConfigError(
                 f"the fault script {path} cannot be read: {error.strerror}. Give the path of an existing file."
             ) from error
+
+
+def fault_record(fault: Fault) -> dict[str, Any]:
+    """As in a script and in the chaos log."""
+    return {"fault": type(fault).__name__, **asdict(fault)}
 
 
 def _timed_fault(record: Mapping[str, Any]) -> TimedFault:
@@ -190,14 +202,9 @@ def random_faults(
     def draw() -> Fault:
         victim, kind = random_state.choice(victims) if victims else "", random_state.choice(kinds)
         link = random_state.choice(links) if links else ""
-        faults: dict[type[Fault], Fault] = {
-            Kill: Kill(victim=victim),
-            Freeze: Freeze(victim=victim, for_s=for_s),
-            FullDisk: FullDisk(victim=victim, file_bytes=file_bytes, for_s=for_s),
-            Cut: Cut(link=link, for_s=for_s),
-            Slow: Slow(link=link, mbit_per_s=mbit_per_s, for_s=for_s),
-        }
-        return faults[kind]
+        values = {"victim": victim, "link": link, "for_s": for_s, "file_bytes": file_bytes, "mbit_per_s": mbit_per_s}
+        drawn: Fault = _FAULTS[kind.__name__](**{field.name: values[field.name] for field in fields(kind)})
+        return drawn
 
     times = [every_s * number for number in range(1, max(1, -int(-until_s // every_s)))]
     return tuple(TimedFault(at_s=at_s, fault=draw()) for at_s in times)

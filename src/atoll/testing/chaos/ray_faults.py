@@ -54,25 +54,21 @@ def ray_processes(folder: Path) -> dict[str, RayProcess]:
 
 
 def check_ray_script(script: FaultScript, workers: int) -> None:
-    """Refuses faults that cannot be injected into a run on Ray with this many workers."""
+    """Refuse faults that cannot be injected into a run on Ray with this many workers."""
     names = [HUB, *(f"worker-{number}" for number in range(workers))]
     allowed = f"Kill, Freeze and FullDisk of {', '.join(names)}"
     if script.update_faults:
         islands = sorted({fault.island for fault in script.update_faults})
         raise ConfigError(
-            f"a fault script has update faults of {', '.join(islands)}, which only elastic islands (--elastic) have. A run on Ray "
-            f"takes {allowed}. Leave out update_faults."
+            f"a fault script has update faults of {', '.join(islands)}, which only elastic islands (--engine elastic) have. A run "
+            f"on Ray takes {allowed}. Leave out update_faults."
         )
     if script.links:
         raise ConfigError(
             f"a fault script names the links {', '.join(sorted(script.links))}; a run on Ray has none, since Ray connects its "
             f"processes. It takes {allowed}. Leave out Cut and Slow."
         )
-    unknown = sorted(script.victims - set(names))
-    if unknown:
-        raise ConfigError(
-            f"a fault script has the victims {', '.join(unknown)}; the run starts {', '.join(names)}. Name one of these."
-        )
+    script.check_names(names)
 
 
 class RayFaultInjector:

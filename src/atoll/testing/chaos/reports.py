@@ -39,14 +39,13 @@ _WITH_WORK = "with work of its own"
 
 @dataclass(frozen=True, kw_only=True)
 class _FaultReport:
-    """Common to both reports: numbers of injected faults by kind, of refused updates and of failed checkpoints, the skipped faults
-    with the reasons, and the loss of the last evaluation."""
+    """Common to both reports."""
 
-    injected: Mapping[str, int]
-    skipped: tuple[str, ...]
-    refused: int
-    not_saved: int
-    loss: float | None
+    injected: Mapping[str, int]  # faults, by kind
+    skipped: tuple[str, ...]  # faults, with the reasons
+    refused: int  # updates
+    not_saved: int  # checkpoints
+    loss: float | None  # of the last evaluation
 
     def _fault_row(self) -> tuple[str, str]:
         kinds = ", ".join(f"{count} {name}" for name, count in self.injected.items()) or "none"
@@ -83,43 +82,33 @@ def report_text(report: ElasticReport | HubReport) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class KillRecovery:
-    """How an elastic run recovered from a kill at `at_s` on the script's clock: `commit_s` seconds to the next commit of the other
-    islands, `back_s` to the first commit with work of the victim's next process. None if there was no such commit."""
+    """How an elastic run recovered from a kill. Times are in seconds after it, and None if there was no such commit."""
 
     victim: str
-    at_s: float
-    commit_s: float | None
-    back_s: float | None
+    at_s: float  # of the kill, on the script's clock
+    commit_s: float | None  # the next commit of the other islands
+    back_s: float | None  # the first commit with work of the victim's next process
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticReport(_FaultReport):
-    """What the faults cost an elastic run. Numbers of islands are means over the commits.
-
-    Attributes:
-        attempts: that the commits took.
-        delivered, returned: units of data in a commit, and units that were leased in vain.
-        data: violations of "each unit of data is in exactly one commit".
-        compared: number of state digests in islands' own logs that were compared with the event log.
-        diverged: islands with another state than the event log after a commit.
-        unseen: number of commits in islands' logs that the event log lacks: of an island that was cut off in that moment, or of
-            islands that all died and resumed from a checkpoint.
-        recoveries: one for each kill of an island.
-    """
+    """What the faults cost an elastic run. Numbers of islands are means over the commits."""
 
     commits: int
-    attempts: int
-    known: float
+    attempts: int  # that the commits took
+    known: float  # islands
     alive: float
     participating: float
     participating_of_alive: float
-    delivered: int
-    returned: int
-    data: tuple[str, ...]
-    compared: int
-    diverged: tuple[str, ...]
+    delivered: int  # units of data in a commit
+    returned: int  # units that were leased in vain
+    data: tuple[str, ...]  # violations of "each unit of data is in exactly one commit"
+    compared: int  # state digests in islands' own logs that were compared with the event log
+    diverged: tuple[str, ...]  # islands with another state than the event log after a commit
+    # Commits in islands' logs that the event log lacks: of an island that was cut off at that moment, or of islands that all died
+    # and resumed from a checkpoint.
     unseen: int
-    recoveries: tuple[KillRecovery, ...]
+    recoveries: tuple[KillRecovery, ...]  # one for each kill of an island
 
     @property
     def succeeded(self) -> float:
@@ -128,21 +117,15 @@ class ElasticReport(_FaultReport):
 
     def rows(self) -> Iterator[tuple[str, str]]:
         yield self._fault_row()
-        yield (
-            "commits",
-            f"{self.commits} in {self.attempts} attempts ({100 * self.succeeded:.0f} % succeeded); {self.refused} deltas refused, "
-            f"{self.not_saved} checkpoints not saved",
-        )
-        yield (
-            "islands",
-            f"{self.known:.2f} known, {self.alive:.2f} alive, {self.participating:.2f} participating on average "
-            f"({self.participating_of_alive:.3f} of those alive)",
-        )
+        tries = f"{self.commits} in {self.attempts} attempts ({100 * self.succeeded:.0f} % succeeded)"
+        yield "commits", f"{tries}; {self.refused} deltas refused, {self.not_saved} checkpoints not saved"
+        present = f"{self.known:.2f} known, {self.alive:.2f} alive, {self.participating:.2f} participating on average"
+        yield "islands", f"{present} ({self.participating_of_alive:.3f} of those alive)"
         data = "; ".join(self.data) or "each in exactly one commit"
         yield "data", f"{self.delivered} units delivered, {self.returned} leased again: {data}"
         yield "equal bits", f"{self.compared} digests of islands' own logs compared, {'; '.join(self.diverged) or 'none differs'}"
         if self.recoveries:
-            commit_s, back_s = (_seconds(times) for times in zip(*((r.commit_s, r.back_s) for r in self.recoveries), strict=True))
+            commit_s, back_s = _seconds(r.commit_s for r in self.recoveries), _seconds(r.back_s for r in self.recoveries)
             yield (
                 "recovery",
                 f"after a kill the other islands commit {commit_s}, and the killed island delivers work again {back_s}",
@@ -155,14 +138,13 @@ def _seconds(times: Iterable[float | None]) -> str:
 
 
 class LoggedCommit(NamedTuple):
-    """A commit in an island's own log: the process, round and epoch, the digest of the replicated state, and whether the commit
-    has work of this island."""
+    """A commit in an island's own log."""
 
-    pid: int
+    pid: int  # of the island's process
     round: int
     epoch: int
-    digest: str
-    worked: bool
+    digest: str  # of the replicated state
+    worked: bool  # whether the commit has work of this island
 
 
 def elastic_report(folder: Path, *, units: int | None = None) -> ElasticReport:
@@ -268,49 +250,31 @@ def kill_recoveries(actions: Sequence[Mapping[str, Any]], commits: Mapping[str, 
 
 @dataclass(frozen=True, kw_only=True)
 class HubReport(_FaultReport):
-    """What the faults cost a run with a hub.
+    """What the faults cost a run with a hub."""
 
-    Attributes:
-        arrived, applied: updates that reached the hub, and those of them that moved its weights.
-        local_updates: inner steps in the arrived updates.
-        violations: of "each update counts once".
-        returned: rounds that ended without an update; the hub dispatched their data again.
-        left, joined: number of workers that left, and that joined after the start.
-        rejoined: number of workers that left and joined in the same moment: a restarted hub had lost the worker's last round, or
-            another worker had taken the slot while there was no hub.
-        restarts: number of hub restarts in the log. A hub that dies before its first checkpoint leaves no entry.
-        lost_rounds, lost_local_updates: updates and their inner steps that were lost with hubs, and computed again.
-    """
-
-    arrived: int
-    applied: int
-    local_updates: int
-    violations: tuple[str, ...]
-    returned: int
-    left: int
-    joined: int
+    arrived: int  # updates that reached the hub
+    applied: int  # of them, those that moved its weights
+    local_updates: int  # inner steps in the arrived updates
+    violations: tuple[str, ...]  # of "each update counts once"
+    returned: int  # rounds that ended without an update; the hub dispatched their data again
+    left: int  # workers
+    joined: int  # workers, after the start
+    # Workers that left and joined at the same time: a restarted hub had lost the worker's last round, or another worker had taken
+    # the slot while there was no hub.
     rejoined: int
-    restarts: int
-    lost_rounds: int
-    lost_local_updates: int
+    restarts: int  # of the hub, in the log. A hub that dies before its first checkpoint leaves no entry
+    lost_rounds: int  # updates that were lost with hubs, and computed again
+    lost_local_updates: int  # their inner steps
 
     def rows(self) -> Iterator[tuple[str, str]]:
         yield self._fault_row()
-        yield (
-            "updates",
-            f"{self.arrived} arrived, {self.applied} of them applied, with {self.local_updates} local updates: "
-            f"{'; '.join(self.violations) or 'none twice'}; {self.refused} refused, {self.returned} rounds dispatched again",
-        )
-        yield (
-            "workers",
-            f"{self.left} left, {self.joined} joined ({self.rejoined} at the same time: a restarted hub had another record of "
-            f"them)",
-        )
-        yield (
-            "hub",
-            f"{self.restarts} restarts; {self.lost_rounds} updates ({self.lost_local_updates} local updates) lost and computed "
-            f"again; {self.not_saved} checkpoints not saved",
-        )
+        updates = f"{self.arrived} arrived, {self.applied} of them applied, with {self.local_updates} local updates"
+        once = "; ".join(self.violations) or "none twice"
+        yield "updates", f"{updates}: {once}; {self.refused} refused, {self.returned} rounds dispatched again"
+        rejoined = f"{self.rejoined} at the same time: a restarted hub had another record of them"
+        yield "workers", f"{self.left} left, {self.joined} joined ({rejoined})"
+        lost = f"{self.lost_rounds} updates ({self.lost_local_updates} local updates) lost and computed again"
+        yield "hub", f"{self.restarts} restarts; {lost}; {self.not_saved} checkpoints not saved"
         yield "loss", "not measured" if self.loss is None else f"{self.loss:.4f}"
 
 

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Peers, Replica
-from atoll.engines.elastic.commit import QuorumSource
 from atoll.engines.elastic.island import Interpose
 from atoll.engines.elastic.launch import run_island
-from atoll.engines.elastic.membership import Quorum
+from atoll.engines.elastic.membership import Membership, Quorum
 from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.testing.chaos.faults import FaultScript, UpdateFault
 
@@ -41,7 +40,7 @@ class UpdateCorrupter:
         corrupted: Any = _CorruptedAlgorithm(algorithm, self)
         return corrupted  # type: ignore[no-any-return]
 
-    def membership(self, membership: QuorumSource) -> QuorumSource:
+    def membership(self, membership: Membership) -> Membership:
         corrupted: Any = _CorruptedMembership(membership, self)
         return corrupted  # type: ignore[no-any-return]
 
@@ -69,8 +68,11 @@ def interpose_update_faults(script: Path) -> Interpose:
     """Injects an island's update faults of this script into its process."""
     faults = FaultScript.read(script).update_faults
 
-    def interpose(status: IslandStatus, log: Callable[[str], object]) -> UpdateCorrupter:
-        return UpdateCorrupter(faults, status.name, lambda: status.round, log)
+    def interpose(
+        algorithm: Algorithm[Any], membership: Membership, status: IslandStatus, log: Callable[[str], object]
+    ) -> tuple[Algorithm[Any], Membership]:
+        corrupter = UpdateCorrupter(faults, status.name, lambda: status.version.round, log)
+        return corrupter.algorithm(algorithm), corrupter.membership(membership)
 
     return interpose
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError, DataError
-from atoll.data.corpus import Corpus, Document, open_corpus, stdlib_corpus
+from atoll.data.document_sources import Corpus, Document, open_corpus, stdlib_corpus
 
 
 def corpus_of(**texts: list[str]) -> Corpus:

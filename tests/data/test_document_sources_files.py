@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from atoll.core.errors import DataError
-from atoll.data.corpus import Document, files_corpus
+from atoll.data.document_sources import Document, files_corpus
 
 
 def write(path: Path, text: str | bytes) -> Path:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from atoll.core.pytree import trees, trees_in
+from atoll.core.nested_trees import trees, trees_in
 
 R = TypeVar("R")
 _Memo = dict[tuple[Any, ...], tuple[tuple[Any, ...], Any]]

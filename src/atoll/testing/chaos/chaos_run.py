@@ -1,4 +1,4 @@
-"""Fault scripts attached to runs: what `atoll chaos` hands to the driver."""
+"""Fault scripts attached to runs: `atoll chaos` passes a RunFaults to the driver."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.errors import ConfigError
-from atoll.engines.driver import RunTask
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import ProcessHooks, island_name
 from atoll.engines.ray.spec import Ray
+from atoll.engines.run_driver import RunTask
 from atoll.engines.spec import EngineSpec
 from atoll.runs.run import Run
-from atoll.testing.chaos.fault_injector import FaultInjector, NamespaceNetwork, check_links, namespace_network
+from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, LIGHTHOUSE, FaultScript
 from atoll.testing.chaos.ray_faults import RayFaultInjector, check_ray_script
 from atoll.testing.chaos.reports import ElasticReport, HubReport, elastic_report, hub_report
 from atoll.testing.chaos.update_faults import faulty_island_command
+from atoll.testing.namespaces import NetworkNamespace, ShapedLink, inside_namespace, star_network, unavailable_reason
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class RunFaults:
             return
         if not isinstance(spec, Elastic):
             raise ConfigError(f"a fault script with --engine {spec.name}: faults are injected into elastic runs and runs on Ray.")
-        names = [LIGHTHOUSE, *_islands(run, spec)]
-        unknown = sorted(self.script.victims - set(names))
-        if unknown:
+        self.script.check_names(_processes(run, spec))
+        reason = unavailable_reason() if self.script.links else None
+        if reason is not None:
             raise ConfigError(
-                f"a fault script has the victims {', '.join(unknown)}; the run starts {', '.join(names)}. Name one of these."
+                f"a fault script has link faults, which need network namespaces, and {reason}. Leave out Cut and Slow, or run it "
+                f"where namespaces can be created."
             )
-        check_links(self.script, names)
 
     @contextmanager
     def attach(self, task: RunTask) -> Iterator[ProcessHooks | RayFaultInjector]:
@@ -52,10 +53,11 @@ class RunFaults:
                 yield injector
             return
         with ExitStack() as stack:
-            network = None
+            namespaces: NamespacesOfProcesses = {}
             if self.script.links:
-                network = stack.enter_context(namespace_network(_islands(task.run, spec)))
-            hooks = FaultHooks(self.script, folder, network)
+                namespaces = stack.enter_context(star_network(_processes(task.run, spec)))
+                stack.enter_context(inside_namespace(namespaces[LIGHTHOUSE][0]))
+            hooks = FaultHooks(self.script, folder, namespaces)
             stack.callback(hooks.injector.close)
             yield hooks
 
@@ -65,19 +67,24 @@ class RunFaults:
         return hub_report(folder) if isinstance(spec, Ray) else elastic_report(folder)
 
 
-def _islands(run: Run, spec: Elastic) -> list[str]:
-    return [island_name(number) for number in range(spec.processes or run.cluster.islands)]
+def _processes(run: Run, spec: Elastic) -> list[str]:
+    return [LIGHTHOUSE, *(island_name(number) for number in range(spec.processes or run.cluster.islands))]
+
+
+NamespacesOfProcesses = Mapping[str, tuple[NetworkNamespace, NetworkNamespace]]
+"""Both ends of each process's link, by its name: its own namespace, and the one at the center of the star."""
 
 
 class FaultHooks(ProcessHooks):
     """Injects faults into the processes of an elastic run, and starts them in network namespaces if links are to fail."""
 
-    def __init__(self, script: FaultScript, folder: Path, network: NamespaceNetwork | None) -> None:
-        self.injector = FaultInjector(script, folder / CHAOS_LOG, links=None if network is None else network.links)
+    def __init__(self, script: FaultScript, folder: Path, namespaces: NamespacesOfProcesses) -> None:
+        links = {name: ShapedLink(ends) for name, ends in namespaces.items()}
+        self.injector = FaultInjector(script, folder / CHAOS_LOG, links=links)
         self.sinks = [self.injector]
-        self._network, self._update_faults = network, None
-        if network is not None:
-            self.host = network.address
+        self._namespaces, self._update_faults = namespaces, None
+        if namespaces:
+            self.host = namespaces[LIGHTHOUSE][0].address
             self.joining = "the islands are in network namespaces, whose links fail as the script says: no other machine can join"
         if script.update_faults:
             self._update_faults = folder / "chaos.json"
@@ -86,7 +93,7 @@ class FaultHooks(ProcessHooks):
     def command(self, name: str, command: Sequence[str]) -> Sequence[str]:
         if self._update_faults is not None and name != LIGHTHOUSE:
             command = faulty_island_command(command, self._update_faults)
-        return command if self._network is None else self._network.inside(name, command)
+        return self._namespaces[name][0].inside(command) if self._namespaces else command
 
     def step(self, now_s: float, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
         self.injector.step(now_s, processes)

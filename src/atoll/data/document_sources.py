@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +51,18 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Documents by domain. Each iteration reads them again in the same order, without the blank ones.
+    """Documents by domain. Each iteration reads them again in the same order, without the blank ones."""
 
-    Args:
-        spec: where the text comes from, for error messages.
-        domains: a reader of documents for each domain.
-        limit_bytes: UTF-8 bytes of text to yield at most; None: all.
-    """
-
-    spec: str
-    domains: Mapping[str, Callable[[], Iterator[Document]]]
-    limit_bytes: int | None = None
+    spec: str  # for error messages
+    domains: Mapping[str, Callable[[], Iterator[Document]]]  # a reader for each
+    limit_bytes: int | None = None  # UTF-8 bytes of text to yield at most; None: all
 
     def __post_init__(self) -> None:
         check_limit_bytes(self.limit_bytes)
 
     def __iter__(self) -> Iterator[Document]:
-        documents = self._all() if self.limit_bytes is None else self._limited(self.limit_bytes)
         empty = True
-        for document in documents:
+        for document in self._all() if self.limit_bytes is None else self._limited(self.limit_bytes):
             yield document
             empty = False
         if empty:
@@ -238,7 +232,7 @@ def _find_files(path: str, spec: str) -> tuple[Path, list[Path]]:
     if target.is_dir():
         root, paths = target, visible_files(target)
     elif glob.has_magic(path):
-        root = _without_wildcards(target)
+        root = Path(*takewhile(lambda part: not glob.has_magic(part), target.parts[:-1]))
         matches = sorted(map(Path, glob.glob(str(target), recursive=True)))
         paths = [found for match in matches for found in ([match] if match.is_file() else match.rglob("*"))]
         paths = [found for found in paths if found.is_file() and not is_hidden(found.relative_to(root))]
@@ -247,16 +241,6 @@ def _find_files(path: str, spec: str) -> tuple[Path, list[Path]]:
     if not paths:
         raise DataError(f"{spec}: nothing was found there. Give a file, a folder with files in it, or a glob that matches some.")
     return root, sorted(set(paths))
-
-
-def _without_wildcards(pattern: Path) -> Path:
-    """The folders before the first wildcard."""
-    parts: list[str] = []
-    for part in pattern.parts[:-1]:
-        if glob.has_magic(part):
-            break
-        parts.append(part)
-    return Path(*parts)
 
 
 def _read_documents(root: Path, field: str, domain: str, paths: list[Path]) -> Iterator[Document]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core.errors import DataError
-from atoll.data.corpus import HubSpec, open_corpus
+from atoll.data.document_sources import HubSpec, open_corpus
 
 datasets = pytest.importorskip("datasets")
 

@@ -28,8 +28,6 @@ WORDS: Mapping[str, Any] = {
     **{sign + word: float(sign + word) for sign in ("", "+", "-") for word in ("inf", "nan")},
 }
 """Words that are values and not text."""
-
-
 NO_PRESETS: Presets = {}
 
 
@@ -39,17 +37,11 @@ def no_candidates(_protocol: Any) -> Sequence[type]:
 
 
 class Setting(NamedTuple):
-    """One setting of a Run.
+    """One setting of a Run."""
 
-    Attributes:
-        path: how `override` calls it.
-        value: what it is now.
-        kind: what may stand there, in words.
-    """
-
-    path: str
+    path: str  # by which `override` finds it
     value: Any
-    kind: str
+    kind: str  # the allowed values, in words
 
     @property
     def text(self) -> str:
@@ -59,28 +51,22 @@ class Setting(NamedTuple):
 
 def describe(run: Any, candidates: Candidates = no_candidates, presets: Presets = NO_PRESETS) -> list[Setting]:
     """All settings, in order: a dataclass or tuple before what is in it. Given to `override` they make the same Run again."""
-    settings = _settings(run, candidates, "")
+    settings = _inside(run, type(run), candidates, "")
     return [setting._replace(kind=" | ".join([setting.kind, *presets.get(setting.path, ())])) for setting in settings]
 
 
-def paths(run: Any) -> list[str]:
-    """All dotted paths of this Run."""
-    return [setting.path for setting in describe(run)]
-
-
-def _settings(value: Any, candidates: Candidates, at: str) -> Iterator[Setting]:
-    hints = hints_of(type(value))
-    for name in settable(type(value)):
-        yield from _setting(getattr(value, name), hints[name], candidates, joined(at, name))
-
-
-def _setting(value: Any, hint: Any, candidates: Candidates, at: str) -> Iterator[Setting]:
-    yield Setting(at, value, type_text(hint, candidates))
+def _inside(value: Any, hint: Any, candidates: Candidates, at: str) -> Iterator[Setting]:
+    """The settings inside the value at this path."""
+    parts: list[tuple[str | int, Any, Any]] = []
+    kind: Any = type(value)
     if is_record(value):
-        yield from _settings(value, candidates, at)
+        parts = [(name, getattr(value, name), hints_of(kind)[name]) for name in settable(kind)]
     elif isinstance(value, tuple) and any(map(is_record, value)):  # a tuple of numbers is one line, not one for each
-        for i, inner in enumerate(item_hints(hint, len(value)) or [Any] * len(value)):
-            yield from _setting(value[i], inner, candidates, joined(at, i))
+        hints = item_hints(hint, len(value)) or [Any] * len(value)
+        parts = [(i, item, hints[i]) for i, item in enumerate(value)]
+    for name, item, inner in parts:
+        yield Setting(joined(at, name), item, type_text(inner, candidates))
+        yield from _inside(item, inner, candidates, joined(at, name))
 
 
 def text_of(value: Any) -> str:
