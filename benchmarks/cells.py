@@ -27,7 +27,7 @@ from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.events import Evaluated, Event, Progress, RoundFinished
-from atoll.engines import run_driver
+from atoll.engines import run_lifecycle
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.run import Run, candidates
 from atoll.telemetry.sync_summary import overlap_of
@@ -264,7 +264,7 @@ def _cell(run: Run, shared: Cache, progress: CellProgress) -> dict[str, Any]:
     with TemporaryDirectory(prefix="atoll-benchmark-") as folder:
         try:
             sinks = [_Steps(progress, run.train.steps), curve, times]
-            result = run_driver.run(run, out=Path(folder) / "run", sinks=sinks, cache=shared)
+            result = run_lifecycle.run(run, out=Path(folder) / "run", sinks=sinks, cache=shared)
         except TrainingDiverged as error:
             return {"error": str(error)}
         summary = result.summary.to_dict()

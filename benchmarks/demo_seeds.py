@@ -16,7 +16,7 @@ from typing import Any
 import figure_text
 from atoll import recipes
 from atoll.core.errors import ConfigError
-from atoll.engines.simulator.slower_links import time_on_slower_links
+from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
 from atoll.optim.schedules import Cosine
 from atoll.telemetry.units import human_count, human_time
 from cells import Outcome, Row, run_rows, seeds_parser, seeds_text

@@ -22,14 +22,14 @@ from atoll.engines.elastic.snapshot_server import fetch_snapshot
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import island_name
 from atoll.engines.processes.spec import Processes
-from atoll.engines.run_driver import run
+from atoll.engines.run_lifecycle import run
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
-from atoll.testing.chaos.chaos_run import RunFaults
+from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault, UpdateFault, UpdateFaultKind
 from atoll.testing.chaos.reports import elastic_report
 

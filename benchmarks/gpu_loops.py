@@ -25,6 +25,7 @@ from atoll.optim.adam import AdamW
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
+from atoll.testing.simulated_runs import run_engine
 from gpu_device import Peak, is_cuda, seconds, synchronize
 from gpu_plan import EXAMPLES, Cell, Mode, Shape
 from sim_speed import fused_adamw
@@ -189,7 +190,7 @@ def measure_islands(cell: Cell, subject: Subject, bare: Bare) -> dict[str, Any]:
         ),
         count_memory=False,  # counting would slow down the first rounds, and there are few
     )
-    engine.run()
+    run_engine(engine)
     if batched is not None and cell.mode == "auto":
         sink.found["chosen"] = {"way": chosen_by(batched), "why": reasons[-1]}
     return sink.found

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from atoll.algorithms.async_hub import AsyncHub, Push
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.async_scheduler import Dispatch
 from atoll.core.flat_tree import Tree, free_buffer_pool
 from atoll.core.nested_trees import recycle
+from atoll.engines.async_hub import AsyncHub, Push
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.optim.staleness import DelayCompensation, Polynomial

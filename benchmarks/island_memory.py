@@ -31,7 +31,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty, free_buffer_pool
 from atoll.core.layout import Layout
 from atoll.core.protocols import Algorithm, Gradient, Mean, Scattered, Weigh, Work
-from atoll.engines.state_ownership import borrowed, donated, owned
+from atoll.engines.shared_and_sharded_state import borrowed, donated, owned
 from atoll.optim.adam import AdamW
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import InnerRule, LocalReplica

@@ -12,10 +12,10 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Gradient, Weigh, Work
-from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.communication_thread import CommunicationThread
+from atoll.engines.communication_thread import CommunicationThread
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.processes.peers import ProcessPeers
-from atoll.engines.state_ownership import donated, owned
+from atoll.engines.shared_and_sharded_state import donated, owned
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import Nesterov

@@ -26,6 +26,7 @@ from atoll.replica.evaluator import Evaluator
 from atoll.runs.run import Run, candidates
 from atoll.runs.workloads import sharded_workload
 from atoll.telemetry.sinks import Fanout
+from atoll.testing.simulated_runs import run_engine
 from record import script
 
 MUST_HOLD_BYTES = 16
@@ -50,8 +51,8 @@ def use_memory(run: Run) -> dict[str, int]:
     """Runs without saving. Returns the number of parameters, and this process's memory now and at its peak."""
     workload = sharded_workload(run, run.data.load(), Tree.of({}))
     params = Tree.of(workload.module())
-    engine = engine_of(run, workload, params, Evaluator(workload), Fanout([]), None)
-    engine.run()
+    engine = engine_of(run, workload, params, Evaluator(workload), Fanout([]))
+    run_engine(engine)
     return {"islands": run.cluster.islands, "params": params.numel, **process_memory()}
 
 

@@ -34,6 +34,7 @@ from atoll.replica.local_replica import torch_threads
 from atoll.runs.run import Run, candidates
 from atoll.runs.workloads import TextWorkload, sharded_workload
 from atoll.telemetry.event_log import JsonlSink
+from atoll.testing.simulated_runs import run_engine
 from cells import FIRST_DEMO
 from progress import timed
 
@@ -131,7 +132,7 @@ def simulate(plan: SpeedPlan, steps: int) -> None:
                 steps=steps,
             ),
         )
-        engine.run()
+        run_engine(engine)
         sink.close()
 
 

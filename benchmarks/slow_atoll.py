@@ -12,11 +12,11 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Algorithm, HoldsWeights
-from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.communication_thread import CommunicationThread
+from atoll.engines.communication_thread import CommunicationThread
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.processes.peers import ProcessPeers
-from atoll.engines.processes.timed_replica import ProcessReplica
-from atoll.engines.state_ownership import donated, owned
+from atoll.engines.shared_and_sharded_state import donated, owned
+from atoll.engines.timed_replica import ProcessReplica
 from atoll.engines.training_setup import DataPositions
 from atoll.replica.local_replica import LocalReplica
 from slow_island import INNER, IslandGroup, Spec, workload_of

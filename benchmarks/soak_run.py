@@ -13,7 +13,7 @@ from atoll.core.events import Attended, Evaluated, Event
 from atoll.data.text import Text
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import island_name
-from atoll.engines.run_driver import run
+from atoll.engines.run_lifecycle import run
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
@@ -21,7 +21,7 @@ from atoll.optim.sgd import Nesterov
 from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
-from atoll.testing.chaos.chaos_run import RunFaults
+from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import (
     LIGHTHOUSE,
     Cut,

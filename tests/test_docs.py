@@ -29,7 +29,7 @@ from atoll.engines.simulator.spec import Simulator
 from atoll.engines.spec import spec_named, write_spec
 from atoll.runs.run import candidates
 from atoll.telemetry.summary import Summary
-from atoll.testing.chaos.chaos_run import RunFaults
+from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import FaultScript
 from atoll.testing.simulated_runs import SMALL as TINY
 

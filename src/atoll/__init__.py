@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from atoll.data.partition import KMeans as KMeans
     from atoll.data.text import Text as Text
     from atoll.engines.elastic.spec import Elastic as Elastic
+    from atoll.engines.log_replay import replay_run as replay_run
     from atoll.engines.processes.spec import Processes as Processes
     from atoll.engines.ray.spec import Ray as Ray
-    from atoll.engines.run_driver import Result as Result
-    from atoll.engines.run_driver import resume as resume
-    from atoll.engines.run_driver import run as run
-    from atoll.engines.simulator.log_replay import replay_run as replay_run
+    from atoll.engines.run_lifecycle import Result as Result
+    from atoll.engines.run_lifecycle import resume as resume
+    from atoll.engines.run_lifecycle import run as run
     from atoll.engines.simulator.spec import Simulator as Simulator
     from atoll.loop.context_manager import Islands as Islands
     from atoll.loop.context_manager import islands as islands
@@ -113,16 +113,16 @@ _HOME = {
     "Nesterov": "atoll.optim.sgd",
     "DelayCompensation": "atoll.optim.staleness",
     "Polynomial": "atoll.optim.staleness",
-    "Result": "atoll.engines.run_driver",
-    "resume": "atoll.engines.run_driver",
-    "run": "atoll.engines.run_driver",
+    "Result": "atoll.engines.run_lifecycle",
+    "resume": "atoll.engines.run_lifecycle",
+    "run": "atoll.engines.run_lifecycle",
     "export": "atoll.runs.export",
     "load_exported": "atoll.runs.export",
     "Elastic": "atoll.engines.elastic.spec",
     "Processes": "atoll.engines.processes.spec",
     "Simulator": "atoll.engines.simulator.spec",
     "Ray": "atoll.engines.ray.spec",
-    "replay_run": "atoll.engines.simulator.log_replay",
+    "replay_run": "atoll.engines.log_replay",
     "Keep": "atoll.runs.run",
     "Run": "atoll.runs.run",
     "Train": "atoll.runs.run",

@@ -12,7 +12,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Evaluated, Exchanged
 from atoll.core.flat_tree import Tree, trainable
-from atoll.engines.state_ownership import donated
+from atoll.engines.shared_and_sharded_state import donated
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine, at
 from atoll.optim.sgd import SGD

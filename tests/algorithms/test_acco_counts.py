@@ -13,14 +13,14 @@ from atoll.algorithms.acco import ACCO
 from atoll.core.config.overrides import override
 from atoll.core.events import Computed, RoundFinished, UpdateSkipped
 from atoll.core.flat_tree import Tree
-from atoll.engines import run_driver
+from atoll.engines import run_lifecycle
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Link
 from atoll.runs.run import candidates
 from atoll.testing.conformance import detached, digests
-from atoll.testing.simulated_runs import SMALL, Regression, RegressionBatches, simulate, simulator
+from atoll.testing.simulated_runs import SMALL, Regression, RegressionBatches, run_engine, simulate, simulator
 
 # --------------------------------------------------------------------------------------------- every micro-batch counted once
 
@@ -84,12 +84,12 @@ def test_commits_waiting_halves_and_what_was_dropped_are_all_that_was_computed(a
 def test_a_resumed_run_goes_on_counting_where_it_was():
     algorithm, saved = ACCO(optimizer=SGD(lr=0.02), batch="free"), []
     options = {"steps": 10, "cluster": Cluster(islands=3, step_time_s=(0.5, 1.0, 2.0)), "workload": poisoned((1, 4), (0, 21))}
-    engine, sink = simulator(algorithm, save=lambda e: saved.append(copy.deepcopy(detached(e.parts()))), **options)
-    engine.run()
+    engine, sink = simulator(algorithm, save_every=1, **options)
+    run_engine(engine, lambda e: saved.append(copy.deepcopy(detached(e.parts()))))
     for parts in saved[2:8:2]:
         again, _ = simulator(algorithm, **options)
         again.restore(lambda part, like, parts=parts: copy.deepcopy(parts[part]))
-        again.run()
+        run_engine(again)
         assert accounted(again) == accounted(engine) == sum(e.batches * 2 for e in sink.events if isinstance(e, Computed))
         assert [digests(tuple(vars(state).values())) for state in states_of(again)] == [
             digests(tuple(vars(state).values())) for state in states_of(engine)
@@ -182,7 +182,7 @@ def test_a_run_folder_is_resumed_with_its_waiting_halves_to_the_byte(tmp_path):
     settings = [*SMALL, "train.steps=6", "train.warm_start_steps=2", "keep.evaluate_every=2", "keep.save_every=2"]
     run = override(recipes.demo_ddp(), [*settings, "keep.checkpoints=9"], candidates)
     run = replace(run, algorithm=ACCO(batch="free", clock="samples", wire="bf16", sums="fp32"))
-    whole = run_driver.run(run, out=tmp_path / "run")
+    whole = run_lifecycle.run(run, out=tmp_path / "run")
 
     def left():
         return (whole.folder / "events.jsonl").read_bytes(), (whole.folder / "final.safetensors").read_bytes()
@@ -192,5 +192,5 @@ def test_a_run_folder_is_resumed_with_its_waiting_halves_to_the_byte(tmp_path):
     for checkpoint in saved[1:]:
         shutil.rmtree(checkpoint)
     (whole.folder / "final.safetensors").unlink()
-    assert run_driver.resume(whole.folder).summary.resumed_from_round == int(saved[0].name)
+    assert run_lifecycle.resume(whole.folder).summary.resumed_from_round == int(saved[0].name)
     assert left() == before

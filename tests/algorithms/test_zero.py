@@ -9,7 +9,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Exchanged, Recut, RoundFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.state_ownership import reshard
+from atoll.engines.shared_and_sharded_state import reshard
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD

@@ -27,11 +27,11 @@ def sets(*settings):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     from atoll.core.config.overrides import override
-    from atoll.engines import run_driver
+    from atoll.engines import run_lifecycle
     from atoll.runs.run import candidates
 
     run = override(recipes.demo_diloco(), [*SMALL, "algorithm.inner_steps=3"], candidates)
-    return run_driver.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder
+    return run_lifecycle.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder
 
 
 def test_help_comes_without_torch():
@@ -371,7 +371,7 @@ def test_a_run_that_was_not_begun_when_it_was_interrupted_is_not_said_to_go_on(a
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atoll.engines.run_driver.load_data", interrupted)
+    monkeypatch.setattr("atoll.engines.run_lifecycle.load_data", interrupted)
     code, _, err = atoll("run", "demo-diloco", "--out", tmp_path / "run")
     assert (code, err) == (130, "interrupted before the run began.\n")
 

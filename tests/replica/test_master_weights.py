@@ -15,7 +15,7 @@ from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica, RoundStart, torch_threads
 from atoll.replica.master_weights import cast_parameters, initial_weights
 from atoll.runs.cluster import Cluster
-from atoll.testing.simulated_runs import Recorder, Regression, simulate
+from atoll.testing.simulated_runs import Recorder, Regression, run_engine, simulate
 
 HALF = torch.bfloat16
 RULES = [AdamW(lr=1e-5), Adam(lr=1e-5), SGD(lr=1e-5), Momentum(lr=1e-5), Nesterov(lr=1e-5)]
@@ -137,7 +137,7 @@ def half_run(algorithm, workload=WORKLOAD):
             steps=20,
         ),
     )
-    return engine, engine.run()
+    return engine, run_engine(engine)
 
 
 @pytest.mark.parametrize(

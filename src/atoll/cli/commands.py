@@ -118,7 +118,7 @@ def prepare_data(preparation: Preparation, out: Path, *, quiet: bool) -> None:
 
 def replay_folder(folder: Path, *, as_json: bool, quiet: bool) -> None:
     """Replay a run and show how far its weights differ; exit code 1 if they differ by more than the tolerance."""
-    from atoll.engines.simulator.log_replay import replay_run
+    from atoll.engines.log_replay import replay_run
 
     check_imported(folder)
     with ConsoleSink(f"replay {folder}", quiet) as sink:

@@ -153,7 +153,7 @@ def chaos(
     """Run a recipe with --engine elastic (the default) or ray, inject the faults of a script, and report what they cost."""
     from atoll.cli.run_command import carry_out
     from atoll.engines.spec import read_spec
-    from atoll.testing.chaos.chaos_run import RunFaults
+    from atoll.testing.chaos.attach_faults import RunFaults
     from atoll.testing.chaos.faults import FaultScript
     from atoll.testing.chaos.reports import report_text
 

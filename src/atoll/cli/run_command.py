@@ -17,11 +17,11 @@ from atoll.cli.main import RunOptions
 from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_settings, spec_with
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.protocols import Sink
-from atoll.engines import run_driver
+from atoll.engines import run_lifecycle
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.processes.spec import Processes
-from atoll.engines.run_driver import Faults, Result, discard
-from atoll.engines.simulator.slower_links import time_on_slower_links
+from atoll.engines.run_lifecycle import Faults, Result, discard
+from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
 from atoll.engines.spec import EngineSpec, processes_started, read_spec, refuse_torchrun, spec_named
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.folder import RunFolder, default_path
@@ -56,7 +56,7 @@ def _start(options: RunOptions, faults: Faults | None) -> Result | None:
     if out is None and processes_started() == 1:  # else rank 0 chooses it for all
         out = default_path(run.recipe, run.seed)
     with interruptible(out, spec):
-        return run_driver.run(
+        return run_lifecycle.run(
             run,
             engine=spec,
             out=out,
@@ -79,7 +79,7 @@ def _resume(options: RunOptions, faults: Faults | None) -> Result | None:
         )
     if not folder.is_dir() and processes_started() > 1:  # rank 0 has the folder
         spec = spec_with(Processes(), options.settings, options.processes)
-        return run_driver.resume(folder, engine=spec, command=sys.argv)
+        return run_lifecycle.resume(folder, engine=spec, command=sys.argv)
     opened, saved = RunFolder.open(folder), read_spec(folder)
     named = spec_named(options.engine or saved.name)  # the driver refuses another engine than the saved one
     spec = spec_with(saved if named.name == saved.name else named, options.settings, options.processes)
@@ -89,7 +89,7 @@ def _resume(options: RunOptions, faults: Faults | None) -> Result | None:
     # The launcher has its ranks resume a run that is new.
     title = f"resume {folder}" if opened.checkpoints.is_dir() else None
     with interruptible(folder, spec):
-        return run_driver.resume(
+        return run_lifecycle.resume(
             folder,
             engine=spec,
             sinks=[] if opened.finished else sinks_of(opened.run, spec, quiet=options.quiet, title=title),
@@ -167,7 +167,7 @@ def _simulate(run: Run, folder: Path, cache: Cache, *, quiet: bool) -> Path:
     simulator = spec_named("simulator")
     with interruptible(folder, simulator):
         sinks = sinks_of(run, simulator, quiet=quiet)
-        run_driver.run(run, out=folder, sinks=sinks, command=sys.argv, cache=cache, log=discard if quiet else print_to_stderr)
+        run_lifecycle.run(run, out=folder, sinks=sinks, command=sys.argv, cache=cache, log=discard if quiet else print_to_stderr)
     return folder
 
 

@@ -34,7 +34,15 @@ from typing import Any
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.data.text_files import decode_utf8, is_hidden, open_file, read_json_lines, text_field, uncompressed_suffix, visible_files
+from atoll.data.compressed_text_files import (
+    decode_utf8,
+    is_hidden,
+    open_file,
+    read_json_lines,
+    text_field,
+    uncompressed_suffix,
+    visible_files,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 """Ends a document where it stands alone on a line of a text file. Tokenizers have an id for it, which separates documents."""

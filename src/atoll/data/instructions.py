@@ -35,10 +35,10 @@ from torch import Tensor
 from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
+from atoll.data.compressed_text_files import parse_json, read_json_lines, read_text, text_field, uncompressed_suffix, visible_files
 from atoll.data.document_sources import Document
 from atoll.data.holdout_split import TRAIN, check_fraction, plan_split
 from atoll.data.shuffled_epochs import Indices, OpenedData, ShuffledShards, check_shards_setting, random_shards
-from atoll.data.text_files import parse_json, read_json_lines, read_text, text_field, uncompressed_suffix, visible_files
 
 PaddedBatch = dict[str, Tensor]
 """`input_ids`, `attention_mask` and `labels`, all (examples, longest), int64; see `EncodedRecords.padded`."""

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
+from atoll.data.compressed_text_files import COMPRESSED_SUFFIXES, read_text
 from atoll.data.document_sources import END_OF_TEXT, Document
-from atoll.data.text_files import COMPRESSED_SUFFIXES, read_text
 
 Ids = NDArray[np.unsignedinteger[Any]]
 

@@ -12,7 +12,6 @@ from itertools import combinations
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
-from atoll.algorithms.async_hub import Applied, AsyncHub, Refusal
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch
 from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.events import (
@@ -31,6 +30,7 @@ from atoll.core.events import (
     WindowClosed,
 )
 from atoll.core.protocols import Sink
+from atoll.engines.async_hub import Applied, AsyncHub, Refusal
 
 MAX_SKIPPED = 20
 """Updates skipped in a row that end a run."""

@@ -32,8 +32,7 @@ class TrainingSetup:
     sink: Sink
     steps: int  # inner steps of each island
     evaluate_every: int = 1  # rounds between evaluations (local updates in an asynchronous run)
-    save: Callable[[Any], None] | None = None  # writes a checkpoint of the engine; None saves nothing
-    save_every: int = 1  # as `evaluate_every`, between checkpoints
+    save_every: int | None = None  # as `evaluate_every`, between checkpoints; None: the run is not saved
 
 
 def passed_multiple(before: int, now: int, interval: int) -> bool:

@@ -17,8 +17,8 @@ from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import leaves
 from atoll.engines.accounting import MAX_SKIPPED
-from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.communication_thread import Request
+from atoll.engines.communication_thread import Request
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.round_record import ExchangeRecord
 from atoll.replica.flat_parameters import local
 

@@ -9,8 +9,8 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
 from atoll.core.protocols import Gradient, Weigh, Work
-from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.communication_thread import CommunicationThread, Request
+from atoll.engines.communication_thread import CommunicationThread, Request
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.replica.flat_parameters import ModuleWeights
 
 SteppedBy = Literal["user", "algorithm"]

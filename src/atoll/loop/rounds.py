@@ -22,9 +22,9 @@ from atoll.core.layout import Layout
 from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Owner, Work, fields_owned
 from atoll.core.serialization import Packed, pack, unpack
+from atoll.engines.communication_thread import CommunicationThread, Request
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.communication_thread import CommunicationThread, Request
-from atoll.engines.state_ownership import borrowed, owned
+from atoll.engines.shared_and_sharded_state import borrowed, owned
 from atoll.loop.nonfinite_guard import NonFiniteGuard
 from atoll.loop.replica import LoopReplica, UserStep, WeightSlice
 from atoll.loop.rule_optimizer import IslandsOptimizer

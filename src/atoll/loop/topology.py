@@ -23,9 +23,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout, FailureAttribution
-from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.point_to_point import Group
+from atoll.engines.point_to_point import Group
 from atoll.engines.processes.rank_context import new_group
 from atoll.loop.settings import LoopSettings
 from atoll.loop.uneven_inputs import UnevenCollectives

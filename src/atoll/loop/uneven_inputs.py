@@ -17,11 +17,11 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
 from atoll.core.protocols import Mean, Scattered, Work
+from atoll.engines.communication_thread import BackgroundTask, CommunicationThread
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout, FailureAttribution
-from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread
+from atoll.engines.point_to_point import Group
 from atoll.engines.processes.peers import ProcessPeers
-from atoll.engines.processes.point_to_point import Group
 from atoll.engines.round_record import ExchangeRecord
 from atoll.loop.nonfinite_guard import NonFiniteGuard
 from atoll.loop.replica import LoopReplica

@@ -28,7 +28,7 @@ from atoll.optim.in_place import HubStep
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Lost, Outage
 from atoll.testing.fakes import FakeReplica, ScriptedHub, ScriptedPeers, drive, one_round
-from atoll.testing.simulated_runs import Recorder, Regression, simulate, simulator
+from atoll.testing.simulated_runs import Recorder, Regression, run_engine, simulate, simulator
 
 SavedParts = list[tuple[int, dict[str, Any]]]
 """Checkpoints: the number of lines that the log had, and the engine's parts."""
@@ -215,11 +215,11 @@ def _run_with_faults(
         steps, cluster = algorithm.steps_per_round, _faulty_cluster()
     workload = Regression(hidden=4, dropout=0.2)
     engine, _ = simulator(
-        algorithm, steps=6 * steps, cluster=cluster, inner=AdamW(lr=0.01), workload=workload, sink=sink, save=save
+        algorithm, steps=6 * steps, cluster=cluster, inner=AdamW(lr=0.01), workload=workload, sink=sink, save_every=1
     )
     if restored is not None:
         engine.restore(lambda part, like: copy.deepcopy(restored[part]))
-    engine.run()
+    run_engine(engine, save)
     return engine, sink
 
 

@@ -24,15 +24,15 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Event, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Workload
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.collectives import GroupCollectives
 from atoll.engines.processes.engine import ProcessEngine, ProcessSetup
 from atoll.engines.processes.fsdp import ShardedModel
 from atoll.engines.processes.rank_context import RankContext, create_context
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import InnerRule, LocalReplica
-from atoll.testing.simulated_runs import Recorder
+from atoll.testing.simulated_runs import Recorder, run_engine
 
 T = TypeVar("T")
 _TIMEOUT_S = 60.0
@@ -195,7 +195,7 @@ def run_on_processes(
     """A whole run of an algorithm, on this rank of a group."""
     context = context_of(group, devices, inside=inside is not None)
     engine, sink = engine_of(context, algorithm, workload, steps, inner, inside)
-    finished = engine.run()
+    finished = run_engine(engine)
     params = engine.params().copy()
     engine.close()
     return ProcessRun(params, finished, sink.events)

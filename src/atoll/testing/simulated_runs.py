@@ -174,13 +174,13 @@ def simulator(
     fresh_optimizer: bool = False,
     seed: int = 0,
     evaluate_every: int = 1,
-    save: Callable[[Any], None] | None = None,
+    save_every: int | None = None,
     sink: Recorder | None = None,
     inside: Algorithm[Any] | None = None,
 ) -> tuple[SimEngine | AsyncSimEngine, Recorder]:
     """An engine ready to run, and its sink. By default: a linear model, inner SGD(0.05), four equal islands.
 
-    With an asynchronous algorithm, `evaluate_every` counts local updates, and every hub step is saved. `inside` is the algorithm
+    With an asynchronous algorithm, `evaluate_every` and `save_every` count local updates. `inside` is the algorithm
     between the devices of one island, if the cluster has several per island.
     """
     what: Workload = workload or Regression()
@@ -201,7 +201,7 @@ def simulator(
         steps=steps,
         seed=seed,
         evaluate_every=evaluate_every,
-        save=save,
+        save_every=save_every,
     )
     if isinstance(algorithm, AsyncAlgorithm):
         return AsyncSimEngine(algorithm, setup), sink
@@ -211,8 +211,14 @@ def simulator(
 def simulate(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], *, steps: int, **options: Any) -> SimulatedRun:
     """Run `simulator(...)` to its end."""
     engine, sink = simulator(algorithm, steps=steps, **options)
-    finished = engine.run()
-    return SimulatedRun(engine, sink.events, finished)
+    return SimulatedRun(engine, sink.events, run_engine(engine))
+
+
+def run_engine(engine: Any, save: Callable[[Any], object] = lambda engine: None) -> Any:
+    """Train with an engine to its end and return its figures. Where a checkpoint is due, it calls `save(engine)`."""
+    for _ in engine.train():
+        save(engine)
+    return engine.finish()
 
 
 def arrived(**fields: Any) -> Arrived:

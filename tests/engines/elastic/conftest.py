@@ -15,7 +15,7 @@ from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.island import IslandProcess
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.run_driver import RunRequest
+from atoll.engines.run_lifecycle import RunRequest
 from atoll.engines.warm_start_training import Cache, get_warm_start, load_data
 from atoll.runs.folder import RunFolder
 from atoll.runs.workloads import single_shard_workload

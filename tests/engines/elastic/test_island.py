@@ -37,8 +37,8 @@ from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Sna
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.elastic.supervisor import island_name
-from atoll.engines.run_driver import RunRequest
-from atoll.engines.run_driver import run as simulate
+from atoll.engines.run_lifecycle import RunRequest
+from atoll.engines.run_lifecycle import run as simulate
 from atoll.engines.training_setup import replica_of
 from atoll.models.gpt import GPT
 from atoll.telemetry import read_events

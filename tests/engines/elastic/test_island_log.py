@@ -16,8 +16,8 @@ from atoll.core.events import (
     SaveFailed,
 )
 from atoll.engines.elastic import island as island_module
-from atoll.engines.elastic import leader_log as leader_log_module
-from atoll.engines.elastic.leader_log import CommitRecord, EventLogLease, LeaderLog, RunAlreadyFinished
+from atoll.engines.elastic import leader_event_log as leader_log_module
+from atoll.engines.elastic.leader_event_log import CommitRecord, EventLogLease, LeaderLog, RunAlreadyFinished
 from atoll.engines.elastic.snapshot_server import IslandPhase
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion

@@ -21,7 +21,7 @@ from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.supervisor import REFUSED, STATELESS, Child, IslandFailed, LogTail, ProcessHooks, Supervisor, island_name
-from atoll.engines.run_driver import RunTask
+from atoll.engines.run_lifecycle import RunTask
 from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
 from atoll.testing.simulated_runs import Recorder

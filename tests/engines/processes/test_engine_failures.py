@@ -18,7 +18,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.testing.processes import context_of, engine_of, outcomes, run_on_processes
-from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
+from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate
 
 RULE = AdamW(lr=0.05)
 SYNCHRONOUS = [DDP(optimizer=RULE), ZeRO1(optimizer=RULE), ACCO(optimizer=RULE)]
@@ -47,7 +47,7 @@ def attempted(group, algorithm, workload, steps, inside=None, devices=1):
     engine, sink = engine_of(context_of(group, devices, inside=inside is not None), algorithm, workload, steps, None, inside)
     error = None
     try:
-        engine.run()
+        run_engine(engine)
     except AtollError as raised:
         error = raised
     engine.close()

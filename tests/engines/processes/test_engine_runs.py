@@ -15,7 +15,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Compared, Computed, Evaluated, Exchanged, LimitSet, RoundFinished
 from atoll.core.flat_tree import Tree
-from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.simulator.engine import SimEngine, SimSetup
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
@@ -23,7 +23,7 @@ from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
 from atoll.testing.processes import context_of, engine_of, run_on_processes
-from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, simulate
+from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, run_engine, simulate
 
 RULE = AdamW(lr=0.05)
 ALGORITHMS = [
@@ -51,7 +51,7 @@ def run_in_pieces(group, algorithm, workload, steps, piece_bytes):
     own = dist.new_group(timeout=timedelta(seconds=60))
     context.counterparts = GroupCollectives(own, timeout_s=60.0, piece_bytes=piece_bytes)
     engine, _ = engine_of(context, algorithm, workload, steps)
-    finished = engine.run()
+    finished = run_engine(engine)
     params = engine.params().copy()
     engine.close()
     return params, finished
@@ -87,7 +87,7 @@ def run_and_record_reads(group, algorithm, workload, steps):
     """The weights, and what this rank read. The replica looks at the first batch once more, to see whether it draws dropout."""
     engine, _ = engine_of(context_of(group), algorithm, workload, steps)
     workload.batches.read.clear()
-    engine.run()
+    run_engine(engine)
     params, read = engine.params().copy(), list(workload.batches.read)
     read.remove((0, 0))
     engine.close()
@@ -176,9 +176,9 @@ def test_times_are_on_the_wall_clock_and_in_order(four):
 
 def evaluated_rounds(group, algorithm, workload, steps, evaluate_every, save_every):
     saved = []
-    options = {"evaluate_every": evaluate_every, "save_every": save_every, "save": lambda engine: saved.append(engine.round)}
+    options = {"evaluate_every": evaluate_every, "save_every": save_every}
     engine, sink = engine_of(context_of(group), algorithm, workload, steps, **options)
-    engine.run()
+    run_engine(engine, lambda engine: saved.append(engine.round))
     engine.close()
     return [(e.round, e.steps, e.loss) for e in of(sink.events, Evaluated)], saved
 
@@ -197,11 +197,10 @@ def test_evaluations_and_checkpoints_follow_the_same_rounds_as_the_simulators(fo
             sink=sink,
             steps=steps,
             evaluate_every=2,
-            save=lambda engine: saved.append(engine.round),
             save_every=3,
         ),
     )
-    simulated.run()
+    run_engine(simulated, lambda engine: saved.append(engine.round))
     (events, rounds), (silent, too) = four.run(evaluated_rounds, algorithm, workload, steps, 2, 3, size=2)
     assert events == [(e.round, e.steps, e.loss) for e in of(sink.events, Evaluated)]
     assert [round for round, _, _ in events] == [0, 2, 4, 6, 7]
@@ -211,7 +210,7 @@ def test_evaluations_and_checkpoints_follow_the_same_rounds_as_the_simulators(fo
 
 def run_with_pause(group, algorithm, workload, steps, pause_s):
     engine, sink = engine_of(context_of(group), algorithm, workload, steps, pause_s=pause_s)
-    engine.run()
+    run_engine(engine)
     engine.close()
     return sink.events
 
@@ -229,7 +228,7 @@ def test_a_pause_adds_to_the_time_of_each_batch(four):
 
 def run_free(group, algorithm, workload, steps):
     engine, sink = engine_of(context_of(group), algorithm, workload, steps)
-    finished = engine.run()
+    finished = run_engine(engine)
     own = engine.parts()[f"own-{engine.context.rank}"].value
     params = engine.params().copy()
     engine.close()
@@ -264,7 +263,7 @@ def evaluate_slowly(group, workload, timeout_s, takes_s):
         return {"loss": 0.0}
 
     engine, _ = engine_of(context_of(group), DiLoCo(inner_steps=1), workload, 2, evaluate=evaluate, timeout_s=timeout_s)
-    engine.run()
+    run_engine(engine)
     engine.close()
     return engine.round
 

@@ -15,7 +15,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.testing.processes import context_of, engine_of
-from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
+from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate
 
 OUTER = DiLoCo(inner_steps=2)
 INSIDE = [DDP(optimizer=SGD(lr=0.05)), ZeRO1(optimizer=AdamW(lr=0.05)), ACCO(optimizer=AdamW(lr=0.05))]
@@ -61,7 +61,7 @@ def of(events, kind):
 def run_and_count(group, algorithm, workload, steps, inside=None, devices=1):
     engine, sink = engine_of(context_of(group, devices, inside=inside is not None), algorithm, workload, steps, None, inside)
     before = engine.context.counterparts.sent_bytes
-    finished = engine.run()
+    finished = run_engine(engine)
     sent_bytes = engine.context.counterparts.sent_bytes - before
     params = engine.params().copy()
     engine.close()

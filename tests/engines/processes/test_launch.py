@@ -13,7 +13,7 @@ from atoll.engines.liveness import PEER_MISSING
 from atoll.engines.processes.launch import last_error, why
 from atoll.engines.processes.rank import rank_log_path
 from atoll.engines.processes.spec import Processes
-from atoll.engines.run_driver import RunRequest
+from atoll.engines.run_lifecycle import RunRequest
 from atoll.runs.folder import RunFolder
 from atoll.testing.simulated_runs import Recorder, Regression
 

@@ -10,11 +10,11 @@ from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import HoldsWeights
-from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.communication_thread import CommunicationThread
+from atoll.engines.communication_thread import CommunicationThread
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.processes.peers import ProcessPeers
-from atoll.engines.processes.timed_replica import ProcessReplica
-from atoll.engines.state_ownership import donated, owned
+from atoll.engines.shared_and_sharded_state import donated, owned
+from atoll.engines.timed_replica import ProcessReplica
 from atoll.engines.training_setup import DataPositions
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD

@@ -25,7 +25,7 @@ from atoll.engines.processes.rank_context import RankContext
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.optim.adam import AdamW
 from atoll.testing.processes import ProcessPool, context_of, engine_of, outcomes
-from atoll.testing.simulated_runs import Regression, RegressionBatches
+from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine
 
 RULE = AdamW(lr=0.05)
 WORKLOAD = Regression(hidden=3)
@@ -88,7 +88,7 @@ def taking_part(group, folder, kind, stop=None, workload=WORKLOAD, machines=1, r
             raise Stop
 
     steps = rounds * algorithm.steps_per_round
-    engine, sink = engine_of(world, algorithm, workload, steps, AdamW(lr=0.05), inside, save=save)
+    engine, sink = engine_of(world, algorithm, workload, steps, AdamW(lr=0.05), inside, save_every=1)
     if found is not None:
         engine.restore(found.metadata["engine"], checkpoints.loader(found, engine.parts()))
     rank, parts = world.rank, engine.parts()
@@ -96,7 +96,7 @@ def taking_part(group, folder, kind, stop=None, workload=WORKLOAD, machines=1, r
     replica = copy.deepcopy(parts[f"replica-{rank}"].value["optimizer"]) if inside is None else None
     before = parts[f"read-{rank}"].value["position"]
     try:
-        finished = engine.run()
+        finished = run_engine(engine, save)
     except Stop:
         finished = None
     after = engine.parts()[f"read-{rank}"].value["position"]

@@ -11,12 +11,12 @@ from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
 from atoll.engines.ray.hub_storage import wait_for_former_hub
 from atoll.engines.ray.launch import RayDriver
 from atoll.engines.ray.spec import Ray
-from atoll.engines.run_driver import RunTask, resume
+from atoll.engines.run_lifecycle import RunTask, resume
 from atoll.engines.spec import write_spec
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import JsonlSink
-from atoll.testing.chaos.chaos_run import RunFaults
+from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault
 from atoll.testing.simulated_runs import arrived
 

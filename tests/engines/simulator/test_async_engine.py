@@ -34,7 +34,7 @@ from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import CONTROL_BYTES, Away, Cluster, Link, Lost, Outage
 from atoll.testing.conformance import detached
-from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, simulate, simulator
+from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, run_engine, simulate, simulator
 
 FREE = Link(latency_s=0.0, bandwidth_mbit_per_s=math.inf)
 PARAMS_BYTES = 24  # six weights of four bytes
@@ -145,10 +145,8 @@ def test_the_authors_schedule_of_the_first_rounds_under_the_clock():
 
 def test_evaluations_and_checkpoints_happen_at_multiples_and_at_the_end():
     saved = []
-    engine, sink = engine_of(
-        two(), steps=12, evaluate_every=7, save=lambda e: saved.append(e.hub.scheduler.local_updates), save_every=10
-    )
-    engine.run()
+    engine, sink = engine_of(two(), steps=12, evaluate_every=7, save_every=10)
+    run_engine(engine, lambda e: saved.append(e.hub.scheduler.local_updates))
     judged = [event.local_updates for event in sink.events if isinstance(event, Evaluated)]
     assert judged == [0, 9, 15, 21, 24]  # 7, 14 and 21 are passed in steps of three; 24 is the end
     assert saved == [12, 21, 24]
@@ -204,7 +202,7 @@ def test_weights_are_evaluated_with_the_buffers_of_the_last_arrival():
 
     workload = Normed(RegressionBatches(num_shards=2))
     engine, _ = engine_of(two(link=FREE, step_time_s=(1.0, 2.5)), steps=9, workload=workload, evaluate=evaluate)
-    engine.run()
+    run_engine(engine)
     assert seen == [0, 3, 6, 3, 9, 12, 6]  # worker 0 at 3 and 6, worker 1 at 7.5, worker 0 at 9 and 12, worker 1 at 15
     assert int(engine.buffers()["1.num_batches_tracked"]) == 6
 
@@ -344,7 +342,7 @@ class Poisoned(RegressionBatches):
 def test_a_worker_that_pushes_nan_repeatedly_ends_the_run_with_finite_weights():
     engine, sink = engine_of(two(), steps=50, workload=Regression(Poisoned(num_shards=2)))
     with pytest.raises(TrainingDiverged, match=r"worker 1 has brought 3 unusable updates in a row: .*not finite.*clip_norm"):
-        engine.run()
+        run_engine(engine)
     refused = [(event.island, round(event.virtual_time_s, 9)) for event in sink.events if isinstance(event, Refused)]
     assert [event for event in refused if event[0] == 1] == [(1, 10.0), (1, 20.0), (1, 30.0)]
     assert engine.params.is_finite()
@@ -490,11 +488,11 @@ def test_a_resumed_run_ends_with_the_same_accounting(after):
     """Five rounds. Also one that was saved at its last step: what the other was computing then is in its books."""
     saved = []
     cluster = two(lost=(Lost(island=1, round=1),), outages=(Outage(island=0, start_s=15.0, stop_s=16.0),))
-    whole, sink = engine_of(cluster, steps=7, save=lambda engine: saved.append(copy.deepcopy(detached(engine.parts()))))
-    whole.run()
+    whole, sink = engine_of(cluster, steps=7, save_every=1)
+    run_engine(whole, lambda engine: saved.append(copy.deepcopy(detached(engine.parts()))))
     again, later = engine_of(cluster, steps=7)
     again.restore(lambda part, like: saved[after - 1][part])
-    again.run()
+    run_engine(again)
     assert isinstance(later.events[-1], RunFinished)
     assert later.events[-1] == sink.events[-1]
     rounds = [event for event in later.events if isinstance(event, RoundFinished)]

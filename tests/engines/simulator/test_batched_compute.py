@@ -13,7 +13,7 @@ from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.events import Arranged, Computed, Evaluated, MemoryCounted
 from atoll.core.protocols import Work
-from atoll.engines import run_driver
+from atoll.engines import run_lifecycle
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
@@ -42,7 +42,7 @@ RECIPES = {
 def the_run(name, together, folder, **options):
     recipe, settings = RECIPES[name]
     run = override(recipe(), [*settings, f"train.together={together}"], candidates)
-    return run_driver.run(run, out=folder, **options)
+    return run_lifecycle.run(run, out=folder, **options)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -73,7 +73,7 @@ def test_a_resumed_stacked_run_has_the_bits_of_one_that_was_not_stopped(name, tm
     checkpoints = sorted((again.folder / "checkpoints").iterdir())
     for late in (*checkpoints[1:], again.folder / "final.safetensors", again.folder / "result.json"):
         remove(late)
-    resumed = run_driver.resume(again.folder)
+    resumed = run_lifecycle.resume(again.folder)
     assert (straight.folder / "final.safetensors").read_bytes() == (resumed.folder / "final.safetensors").read_bytes()
 
 
@@ -91,7 +91,7 @@ def test_a_stacked_run_without_windows_has_the_same_bits_wherever_it_was_cut(mor
         *more,
     ]
     settings += ["keep.checkpoints=50", "train.together=stacked"]
-    straight = run_driver.run(override(recipes.demo_async(), settings, candidates), out=tmp_path / "straight")
+    straight = run_lifecycle.run(override(recipes.demo_async(), settings, candidates), out=tmp_path / "straight")
     final = (straight.folder / "final.safetensors").read_bytes()
     names = sorted(path.name for path in (straight.folder / "checkpoints").iterdir())
     assert len(names) > 5
@@ -104,7 +104,7 @@ def test_a_stacked_run_without_windows_has_the_same_bits_wherever_it_was_cut(mor
             again / "result.json",
         ):
             remove(late)
-        assert (run_driver.resume(again).folder / "final.safetensors").read_bytes() == final
+        assert (run_lifecycle.resume(again).folder / "final.safetensors").read_bytes() == final
 
 
 def remove(path):

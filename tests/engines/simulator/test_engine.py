@@ -21,7 +21,7 @@ from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, Link, Lost
-from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate, simulator
+from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate, simulator
 
 UNEQUAL = (0.58, 0.75, 1.51, 3.33)
 
@@ -80,8 +80,9 @@ def test_nothing_is_saved_once_the_loss_is_not_finite():
         def loss(self, module, batch):
             return super().loss(module, batch) * (math.nan if len(saved) == 2 else 1.0)
 
+    engine, _ = simulator(DiLoCo(inner_steps=2), steps=20, workload=Spoilt(), save_every=1)
     with pytest.raises(TrainingDiverged):
-        simulate(DiLoCo(inner_steps=2), steps=20, workload=Spoilt(), save=lambda engine: saved.append(engine.round))
+        run_engine(engine, lambda engine: saved.append(engine.round))
     assert saved == [1, 2]
 
 
@@ -284,13 +285,11 @@ class Normed(Regression):
 
 def test_buffers_are_saved_and_evaluated():
     saved = []
-    whole, sink = simulator(
-        DiLoCo(inner_steps=3), steps=12, workload=Normed(), save=lambda e: saved.append(copy.deepcopy(e.parts()))
-    )
-    whole.run()
+    whole, sink = simulator(DiLoCo(inner_steps=3), steps=12, workload=Normed(), save_every=1)
+    run_engine(whole, lambda e: saved.append(copy.deepcopy(e.parts())))
     again, later = simulator(DiLoCo(inner_steps=3), steps=12, workload=Normed())
     again.restore(lambda part, like: copy.deepcopy(saved[1][part]))
-    again.run()
+    run_engine(again)
     assert again.params.equal(whole.params)
     assert later.lines() == sink.lines()[-len(later.lines()) :]
     assert int(whole.islands[0].replica.buffers()["1.num_batches_tracked"]) == 12

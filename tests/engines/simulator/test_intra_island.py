@@ -22,7 +22,7 @@ from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Link, Lost, all_gather_cost, all_reduce_cost, reduce_scatter_cost
 from atoll.testing.conformance import detached
-from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate, simulator
+from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate, simulator
 
 FREE = Link(latency_s=0.0, bandwidth_mbit_per_s=1e12)
 INSIDE = [
@@ -349,16 +349,16 @@ def test_same_seed_same_log_and_resuming_between_any_rounds_gives_the_same_bits(
     engine, sink = simulator(
         DiLoCo(inner_steps=2),
         steps=12,
-        save=lambda e: saved.append((len(sink.lines()), copy.deepcopy(detached(e.parts())))),
+        save_every=1,
         **options,
     )
-    engine.run()
+    run_engine(engine, lambda e: saved.append((len(sink.lines()), copy.deepcopy(detached(e.parts())))))
     assert len(saved) == 6
     for position, parts in [(0, None), *saved[:-1]]:
         again, later = simulator(DiLoCo(inner_steps=2), steps=12, **options)
         if parts is not None:
             again.restore(lambda part, like, parts=parts: copy.deepcopy(parts[part]))
-        again.run()
+        run_engine(again)
         assert again.params.equal(engine.params)
         assert later.lines() == sink.lines()[position:]
 

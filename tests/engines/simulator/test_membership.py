@@ -9,7 +9,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft, RoundFinished
 from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Away, Cluster, Link, Lost
-from atoll.testing.simulated_runs import Regression, simulate, simulator
+from atoll.testing.simulated_runs import Regression, run_engine, simulate, simulator
 
 
 def test_a_late_joiners_absence_does_not_count_against_it():
@@ -52,12 +52,12 @@ def test_a_resumed_run_chooses_the_same_donors():
     away = (Away(island=0, start=1, stop=2), Away(island=1, start=1, stop=3))
     cluster = Cluster(islands=3, away=away, links=(Link(latency_s=1.0), Link(), Link()))
     saved = []
-    whole, sink = simulator(DiLoCo(inner_steps=2), steps=10, cluster=cluster, save=lambda e: saved.append(copy.deepcopy(e.parts())))
-    whole.run()
+    whole, sink = simulator(DiLoCo(inner_steps=2), steps=10, cluster=cluster, save_every=1)
+    run_engine(whole, lambda e: saved.append(copy.deepcopy(e.parts())))
     for parts in saved[:-1]:
         again, later = simulator(DiLoCo(inner_steps=2), steps=10, cluster=cluster)
         again.restore(lambda part, like, parts=parts: copy.deepcopy(parts[part]))
-        again.run()
+        run_engine(again)
         assert again.virtual_time_s == whole.virtual_time_s
         assert later.lines() == sink.lines()[-len(later.lines()) :]
 

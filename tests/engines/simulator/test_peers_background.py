@@ -15,7 +15,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Computed, Exchanged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, own, sharded, shared
-from atoll.engines.state_ownership import donated, pending_tokens
+from atoll.engines.shared_and_sharded_state import donated, pending_tokens
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Link, Lost

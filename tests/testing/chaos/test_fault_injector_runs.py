@@ -9,14 +9,14 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import Attended, Refused
 from atoll.data.text import Text
 from atoll.engines.elastic.spec import Elastic
-from atoll.engines.run_driver import run
+from atoll.engines.run_lifecycle import run
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Cluster
 from atoll.runs.run import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
 from atoll.testing import namespaces
-from atoll.testing.chaos.chaos_run import RunFaults
+from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import Cut, FaultScript, FullDisk, Slow, TimedFault, UpdateFault
 from atoll.testing.chaos.reports import elastic_report
 

@@ -17,7 +17,7 @@ import torch
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion, checksum, combine_checksums
-from atoll.engines.processes.collectives import GroupCollectives
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
 
 NORM_WINDOW = 16

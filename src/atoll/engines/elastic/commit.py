@@ -26,8 +26,8 @@ from atoll.engines.elastic.membership import (
 )
 from atoll.engines.elastic.snapshot_server import IslandStatus, query_islands
 from atoll.engines.elastic.state_version import VERSION_LIMIT, HeldState, StateVersion, attempt_epoch, select_state
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.collectives import GroupCollectives
 
 _QUERY_S, _CONNECT_S, _SILENT_S, _LONGEST_S = 1.0, 2.0, 6.0, 60.0
 """Limits for a status query, for connecting, and for an answer during an exchange. Each doubles with every failed attempt, since a

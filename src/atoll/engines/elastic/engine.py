@@ -17,6 +17,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Algorithm, Batches, Work
 from atoll.engines.accounting import MAX_SKIPPED
+from atoll.engines.communication_thread import CommunicationThread
 from atoll.engines.elastic.accounting import ElasticAccounting
 from atoll.engines.elastic.aggregation import IslandReport, Proposal, UpdateValidator, ValidatedMean
 from atoll.engines.elastic.commit import DIVERGED, Commit, CommitProtocol, StaleState, UnconfirmedState
@@ -27,10 +28,9 @@ from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import StateVersion, refuse_unreplicated, state_digest
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.communication_thread import CommunicationThread
-from atoll.engines.processes.timed_replica import ProcessReplica
 from atoll.engines.round_record import RoundRecord, WallClock
-from atoll.engines.state_ownership import shared_fields, trees_to_device, with_shared
+from atoll.engines.shared_and_sharded_state import shared_fields, trees_to_device, with_shared
+from atoll.engines.timed_replica import ProcessReplica
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.run import Run
 

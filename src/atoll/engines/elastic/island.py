@@ -19,14 +19,14 @@ from atoll.core.protocols import Algorithm
 from atoll.core.serialization import pack
 from atoll.engines.elastic.commit import StaleState
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
-from atoll.engines.elastic.leader_log import CommitLog, CommitRecord, LeaderLog, RunAlreadyFinished
+from atoll.engines.elastic.leader_event_log import CommitLog, CommitRecord, LeaderLog, RunAlreadyFinished
 from atoll.engines.elastic.membership import Membership, log_while_waiting
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import Registry
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, query_islands
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
-from atoll.engines.run_driver import Driver, RunTask, digest_without_islands
+from atoll.engines.run_lifecycle import Driver, RunTask, digest_without_islands
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import Cache, WarmStart, get_warm_start, load_data
 from atoll.replica.evaluator import Evaluator

@@ -30,7 +30,7 @@ from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
 from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
 from atoll.engines.liveness import exit_with
-from atoll.engines.run_driver import Driver, Result, RunRequest, RunTask
+from atoll.engines.run_lifecycle import Driver, Result, RunRequest, RunTask
 from atoll.engines.spec import refuse_torchrun, write_spec
 from atoll.runs.run import Run, precision_notice
 from atoll.runs.validation import check_devices_share_batch

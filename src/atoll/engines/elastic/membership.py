@@ -27,7 +27,7 @@ from atoll.engines.elastic.rendezvous import open_store
 from atoll.engines.elastic.snapshot_server import IslandStatus, query_status
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.liveness import Heartbeat
-from atoll.engines.processes.point_to_point import first_sentence
+from atoll.engines.point_to_point import first_sentence
 
 WAIT_LOG_S = 10.0
 PROBE_S = 1.0

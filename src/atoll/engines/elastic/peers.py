@@ -11,10 +11,10 @@ import torch
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
+from atoll.engines.communication_thread import BackgroundTask, CommunicationThread, Request
 from atoll.engines.elastic.aggregation import Proposal
 from atoll.engines.elastic.commit import Commit, CommitProtocol
 from atoll.engines.elastic.data_leases import DataUnit
-from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread, Request
 from atoll.engines.round_record import WallClock
 
 S = TypeVar("S")

@@ -10,7 +10,7 @@ from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.serialization import Packed, unpack
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.elastic.engine import ElasticEngine
-from atoll.engines.elastic.leader_log import CommitLog, LeaderLog
+from atoll.engines.elastic.leader_event_log import CommitLog, LeaderLog
 from atoll.engines.elastic.membership import Membership, MembershipLost, log_while_waiting
 from atoll.engines.elastic.rendezvous import SILENT_S, Registry
 from atoll.engines.elastic.snapshot_server import IslandStatus, fetch_snapshot, query_islands

@@ -7,7 +7,7 @@ other ranks. The rank posts a record of the round for rank 0, which alone report
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,15 +22,15 @@ from atoll.core.nested_trees import trees
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned, whole_steps
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.checkpoints import CheckpointPart, PartLoader, ShardSlice
+from atoll.engines.communication_thread import CommunicationThread
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.fsdp import FsdpDevice, ShardedModel
 from atoll.engines.processes.intra_island import DeviceGroup, IslandRole, UpdateCounter, check_sliceable, restored_state
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.rank_context import RankContext
-from atoll.engines.processes.timed_replica import ProcessReplica
 from atoll.engines.round_record import EventAggregator, RoundRecord, WallClock, last_update
-from atoll.engines.state_ownership import donated, owned, pending_tokens, shared_fields
+from atoll.engines.shared_and_sharded_state import donated, owned, pending_tokens, shared_fields
+from atoll.engines.timed_replica import ProcessReplica
 from atoll.engines.training_setup import DataPositions, TrainingSetup, passed_multiple
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
@@ -126,7 +126,7 @@ class ProcessEngine:
         self.round = self.steps_taken = 0
         self._inside, self._layout, self._sink = inside, setup.params.layout, setup.sink
         self._evaluate, self._evaluate_every = setup.evaluate, setup.evaluate_every
-        self._save, self._save_every = setup.save, setup.save_every
+        self._save_every = setup.save_every
         self._timeout = timeout or ExchangeTimeout()
         self._start_s = 0.0
         """The time of the run when this process starts or resumes."""
@@ -177,8 +177,8 @@ class ProcessEngine:
 
     # -------------------------------------------------------------------------------------------------------- the whole run
 
-    def run(self, warm_start_tokens: int = 0) -> RunFinished | None:
-        """Run the remaining rounds. Returns the run's figures on rank 0, and None on other ranks."""
+    def train(self) -> Iterator[None]:
+        """Run the remaining rounds. Yields when a checkpoint is due: until it is resumed, all ranks can be saved."""
         self.context.barrier()
         self.clock.set(self._start_s)  # on all ranks at the same moment
         self._aggregator.start(self.clock.now_s())
@@ -186,8 +186,17 @@ class ProcessEngine:
         if self.round == 0:
             self._run_evaluation()
         while not self.finished:
+            before = self.steps_taken
             self._train_round()
             self._finish_round()
+            if self._save_every is not None and self._is_due(before, self._save_every):
+                self._messages.add_rounds()
+                self._compare_digests()
+                yield
+                self._timeout.restart()
+
+    def finish(self, warm_start_tokens: int = 0) -> RunFinished | None:
+        """The run's figures on rank 0, and None on other ranks."""
         self._compare_digests()
         params = self.params()
         if not self.context.is_rank_zero:
@@ -246,11 +255,6 @@ class ProcessEngine:
         self._report_timeout()
         if self._is_due(before, self._evaluate_every):
             self._run_evaluation()
-        if self._save is not None and self._is_due(before, self._save_every):
-            self._messages.add_rounds()
-            self._compare_digests()
-            self._save(self)
-            self._timeout.restart()
 
     def _is_due(self, before: int, rounds: int) -> bool:
         """Whether the run is over, or has passed a multiple of the steps of so many rounds."""

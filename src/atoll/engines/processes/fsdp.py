@@ -26,7 +26,7 @@ from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.protocols import Work, Workload
 from atoll.engines.accounting import ComputeSpan
-from atoll.engines.processes.collectives import LOST
+from atoll.engines.group_collectives import LOST
 from atoll.engines.processes.intra_island import IslandRole
 from atoll.engines.processes.rank_context import RankContext
 from atoll.engines.round_record import RoundRecord, WallClock

@@ -17,13 +17,13 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, Work, fields_owned
 from atoll.engines.accounting import MAX_SKIPPED
 from atoll.engines.checkpoints import CheckpointPart, PartLoader, ShardSlice
+from atoll.engines.communication_thread import CommunicationThread
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.communication_thread import CommunicationThread
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.rank_context import RankContext
-from atoll.engines.processes.timed_replica import ProcessReplica
 from atoll.engines.round_record import ExchangeRecord, RoundRecord, WallClock, last_update
-from atoll.engines.state_ownership import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.shared_and_sharded_state import donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
+from atoll.engines.timed_replica import ProcessReplica
 from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.run import with_rate_at

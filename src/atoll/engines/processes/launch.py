@@ -23,7 +23,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.engines.liveness import PEER_MISSING
 from atoll.engines.processes.rank import rank_log_path, run_rank
 from atoll.engines.processes.spec import Processes
-from atoll.engines.run_driver import Result, RunRequest
+from atoll.engines.run_lifecycle import Result, RunRequest
 
 _SHUTDOWN_S = 5
 """The agent kills processes this long after it has asked them to end; newer versions of torch take it as a setting."""

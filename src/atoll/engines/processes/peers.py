@@ -14,9 +14,9 @@ from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Mean, Scattered, Work
+from atoll.engines.communication_thread import BackgroundTask, CommunicationThread, Request
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.processes.collectives import GroupCollectives
-from atoll.engines.processes.communication_thread import BackgroundTask, CommunicationThread, Request
 from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, WallClock
 
 S = TypeVar("S")

@@ -32,13 +32,13 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.liveness import ExchangeTimeout, exit_with, recorded_exit_reason
+from atoll.engines.point_to_point import first_sentence
 from atoll.engines.processes.engine import ProcessEngine, ProcessSetup
 from atoll.engines.processes.fsdp import ShardedModel
-from atoll.engines.processes.point_to_point import first_sentence
 from atoll.engines.processes.rank_context import RankContext, create_context
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.engines.processes.spec import Processes, gpu_of_rank
-from atoll.engines.run_driver import Driver, Prepared, Result, RunRequest, RunTask, digest_without_islands
+from atoll.engines.run_lifecycle import Driver, Prepared, Result, RunRequest, RunTask, digest_without_islands
 from atoll.engines.spec import read_spec
 from atoll.engines.training_setup import loss_of, replica_of, replica_seed
 from atoll.engines.warm_start_training import WarmStart
@@ -303,7 +303,6 @@ class RankDriver(Driver):
             sink=sink,
             steps=run.train.steps,
             evaluate_every=run.rounds(run.keep.evaluate_every),
-            save=self.save,
             save_every=run.rounds(run.keep.save_every),
         )
         return ProcessEngine(algorithm, context, setup, inside=run.inside, timeout=self._limit)

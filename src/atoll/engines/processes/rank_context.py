@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import FailureAttribution, Heartbeat, HeartbeatMonitor, store_heartbeat
-from atoll.engines.processes.collectives import GroupCollectives
 
 _POLL_S = 0.01  # between two looks into the store
 

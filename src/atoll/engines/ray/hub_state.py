@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from atoll.algorithms.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch, WorkerSpeeds
 from atoll.core.errors import TrainingDiverged
 from atoll.core.events import Evaluated, IslandJoined, IslandLeft, Refused, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Sink
 from atoll.engines.accounting import MAX_REFUSALS, Ledger, RunAccounting
+from atoll.engines.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
 from atoll.engines.ray.messages import PushStatus, Rejection, RoundId, TaskMessage, UpdateMessage, tensors_of
 from atoll.engines.ray.spec import Ray
 from atoll.engines.training_setup import passed_multiple

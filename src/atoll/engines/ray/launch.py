@@ -24,7 +24,7 @@ from atoll.engines.ray.hub_storage import INITIAL_WEIGHTS, HubStorage, LostRound
 from atoll.engines.ray.messages import HubProcessSpec, dtype_name, tree_bytes
 from atoll.engines.ray.spec import Ray, gpus_per_worker
 from atoll.engines.ray.worker import WorkerProcessSpec
-from atoll.engines.run_driver import Driver, Prepared, Result, RunRequest, RunTask
+from atoll.engines.run_lifecycle import Driver, Prepared, Result, RunRequest, RunTask
 from atoll.engines.spec import refuse_torchrun
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run import Run, device_of

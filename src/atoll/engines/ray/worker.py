@@ -23,7 +23,6 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task, Workload
 from atoll.engines.accounting import ComputeSpan
-from atoll.engines.processes.timed_replica import ProcessReplica, run_worker_round
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.client import HubClient
 from atoll.engines.ray.messages import (
@@ -40,6 +39,7 @@ from atoll.engines.ray.messages import (
 )
 from atoll.engines.ray.spec import Ray, further_devices
 from atoll.engines.round_record import WallClock
+from atoll.engines.timed_replica import ProcessReplica, run_worker_round
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import Cache, load_data
 from atoll.replica.forward_backward import Loss

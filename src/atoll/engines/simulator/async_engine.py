@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from atoll.algorithms.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import IslandJoined, IslandLeft, Progress
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
 from atoll.engines.accounting import MAX_REFUSALS, ComputeSpan
+from atoll.engines.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
 from atoll.engines.simulator.engine import BaseSimEngine, SimSetup
 from atoll.engines.simulator.peers import SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
@@ -97,6 +97,7 @@ class AsyncSimEngine(BaseSimEngine):
         self._clock = VirtualClock()
         self._now_s = 0.0
         self._changes_done = 0
+        self._save_due = False
         self._watched_s = math.nan  # the end of the window that the clock will wake the hub for
         for island in cluster.present_at_start():
             self.workers[island] = SimWorker(island, self._new_replica(island), accounted_s=0.0)
@@ -105,20 +106,24 @@ class AsyncSimEngine(BaseSimEngine):
 
     # -------------------------------------------------------------------------------------------------------- the whole run
 
-    def _train(self) -> None:
+    def _train(self) -> Iterator[None]:
         if not self.hub.done:
-            self._run_rounds()
+            yield from self._run_rounds()
         for worker in self.workers.values():
             self._close(worker, self._now_s)
 
-    def _run_rounds(self) -> None:
+    def _run_rounds(self) -> Iterator[None]:
         try:
             self._schedule_changes()
             if self.hub.scheduler.rounds > 0:
                 self._restart_rounds()
             else:
                 self._apply(self.hub.join_all({island: self._speed(island) for island in self.workers}, 0.0))
-            self._clock.run(stop=lambda: self.hub.done)
+            self._clock.run(stop=lambda: self.hub.done or self._save_due)
+            while self._save_due:
+                yield
+                self._save_due = False
+                self._clock.run(stop=lambda: self.hub.done or self._save_due)
         finally:
             self._clock.close()
         if not self.hub.done:
@@ -178,7 +183,7 @@ class AsyncSimEngine(BaseSimEngine):
         worker = self.workers[dispatch.worker]
         worker.dispatch, worker.spans, worker.steps_before = dispatch, [], worker.replica.steps_taken
         self._predict(worker, dispatch)
-        if self._setup.save is not None:
+        if self._setup.save_every is not None:
             worker.replica_before = copy.deepcopy(worker.replica.state())
         hub = SimHub(self, worker, dispatch, self.hub.task(dispatch))
         coroutine = self.algorithm.round(SimReplica(worker.replica, partial(self._compute, worker)), hub)
@@ -218,8 +223,7 @@ class AsyncSimEngine(BaseSimEngine):
             self._account_lost_computing(worker, self._now_s)
             self._apply(self.hub.give_up(worker.id, now_s))
         self._tick()
-        if self._is_due(before, self._setup.save_every) and self._setup.save is not None:
-            self._setup.save(self)
+        self._save_due = self._setup.save_every is not None and self._is_due(before, self._setup.save_every)
 
     def _tick(self) -> None:
         """Tells the hub when the next update arrives, which may close a window. If a window stays open, the clock wakes the hub at

@@ -7,7 +7,7 @@ rounds the engine checks that the islands of a commit hold the same bits, accoun
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from atoll.core.nested_trees import memories, recycle, trees
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, Work, fields_owned, whole_steps
 from atoll.core.shared_results import sharing
 from atoll.engines.accounting import ComputeSpan, RunAccounting
+from atoll.engines.shared_and_sharded_state import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.collectives import RoundAborted, SimCollectives
 from atoll.engines.simulator.compute_pool import ComputePool
@@ -38,7 +39,6 @@ from atoll.engines.simulator.membership import ClusterState, IslandState
 from atoll.engines.simulator.memory_counter import MemoryCounter, is_counted
 from atoll.engines.simulator.peers import SimPeers, SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
-from atoll.engines.state_ownership import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
 from atoll.engines.training_setup import DataPositions, TrainingSetup, passed_multiple, same_batches_everywhere
 from atoll.replica.forward_backward import ModuleTraits
 from atoll.replica.local_replica import ComputeJob, LocalReplica
@@ -66,12 +66,15 @@ class BaseSimEngine(ABC):
         self._pool = ComputePool(setup.cluster, lambda: self._sink.emit(self._progress()), setup.batched_compute)
         self._traits: ModuleTraits | None = None
 
-    def run(self, warm_start_tokens: int = 0) -> RunFinished:
-        """Trains to the end of the run."""
+    def train(self) -> Iterator[None]:
+        """Trains to the end of the run. Yields when a checkpoint is due: until it is resumed, the engine can be saved."""
         with self._pool.open(self._any_replica):
             if not self.accounting.totals.metrics:
                 self._evaluate()
-            self._train()
+            yield from self._train()
+
+    def finish(self, warm_start_tokens: int = 0) -> RunFinished:
+        """The figures of the whole run."""
         finished = self.accounting.finished(self.virtual_time_s, warm_start_tokens, self.params.digest())
         self._sink.emit(finished)
         return finished
@@ -103,7 +106,7 @@ class BaseSimEngine(ABC):
     def _any_replica(self) -> LocalReplica: ...
 
     @abstractmethod
-    def _train(self) -> None: ...
+    def _train(self) -> Iterator[None]: ...
 
     @abstractmethod
     def _progress(self) -> Progress: ...
@@ -174,10 +177,12 @@ class SimEngine(BaseSimEngine):
 
     # -------------------------------------------------------------------------------------------------------- the whole run
 
-    def _train(self) -> None:
-        while self.steps_taken < self.steps:
+    def _train(self) -> Iterator[None]:
+        while (before := self.steps_taken) < self.steps:
             self._run_round()
             self._end_round()
+            if self._setup.save_every is not None and self._is_due(before, self._setup.save_every):
+                yield
 
     @property
     def params(self) -> Tree:
@@ -312,8 +317,6 @@ class SimEngine(BaseSimEngine):
         self._sink.emit(self.accounting.round_finished(steps, len(self.islands), self.virtual_time_s))
         if self._is_due(before, self._setup.evaluate_every):
             self._evaluate()
-        if self._setup.save is not None and self._is_due(before, self._setup.save_every):
-            self._setup.save(self)
 
     def _is_due(self, before: int, rounds: int) -> bool:
         """Whether the run is over, or has passed a multiple of the steps of so many rounds."""

@@ -23,10 +23,18 @@ from atoll.core.nested_trees import memories, recycle
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Sink, Work, fields_owned
 from atoll.core.shared_results import forget
 from atoll.engines.accounting import RunAccounting
+from atoll.engines.shared_and_sharded_state import (
+    adopt_shared,
+    donated,
+    owned,
+    pending_tokens,
+    shared_fields,
+    trees_to_device,
+    with_shared,
+)
 from atoll.engines.simulator.collectives import SimCollectives
 from atoll.engines.simulator.peers import SimPeers, SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
-from atoll.engines.state_ownership import adopt_shared, donated, owned, pending_tokens, shared_fields, trees_to_device, with_shared
 from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.flat_parameters import FlatModule
 from atoll.replica.local_replica import ComputeJob, LocalReplica

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from atoll.core.events import Arranged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
-from atoll.engines.run_driver import Driver, Prepared, Result, RunRequest
+from atoll.engines.run_lifecycle import Driver, Prepared, Result, RunRequest
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.engine import SimEngine, SimSetup
@@ -36,12 +33,10 @@ class SimulatorDriver(Driver):
 
     def build(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> SimEngine | AsyncSimEngine:
         assert evaluator is not None
-        return engine_of(self.run, prepared.workload, prepared.warm_start.params, evaluator, sink, self.save)
+        return engine_of(self.run, prepared.workload, prepared.warm_start.params, evaluator, sink)
 
 
-def engine_of(
-    run: Run, workload: Workload, params: Tree, evaluator: Evaluator, sink: Sink, save: Callable[[Any], None] | None
-) -> SimEngine | AsyncSimEngine:
+def engine_of(run: Run, workload: Workload, params: Tree, evaluator: Evaluator, sink: Sink) -> SimEngine | AsyncSimEngine:
     """The simulator for this run: with synchronous rounds, or with a hub."""
     loss, cluster, algorithm = loss_of(run, workload), run.effective_cluster, run.algorithm
 
@@ -58,7 +53,6 @@ def engine_of(
         sink=sink,
         steps=run.train.steps,
         evaluate_every=interval(run.keep.evaluate_every),
-        save=save,
         save_every=interval(run.keep.save_every),
         seed=run.seed,
         batched_compute=_batched_compute_of(run, workload, sink),

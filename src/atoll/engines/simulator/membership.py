@@ -12,11 +12,11 @@ from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import tree_bytes
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Sink, fields_owned
 from atoll.engines.accounting import RunAccounting
+from atoll.engines.shared_and_sharded_state import adopt_shared, reshard, reshard_bytes, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
 from atoll.engines.simulator.intra_island import IslandDevices, SimMember, held_weights, load_held_weights, unshared_fields
 from atoll.engines.simulator.peers import PeerHost, SimPeers
 from atoll.engines.simulator.virtual_clock import ClockTask, Wait
-from atoll.engines.state_ownership import adopt_shared, reshard, reshard_bytes, shared_fields, trees_to_device, with_shared
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, transfer_s
 

@@ -10,7 +10,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.serialization import load_tree, save_tree
-from atoll.engines.simulator.log_replay import TOLERANCE, replay_run
+from atoll.engines.log_replay import TOLERANCE, replay_run
 from atoll.runs.run import candidates
 
 SMALL = (

@@ -6,10 +6,10 @@ import pytest
 
 from atoll import recipes
 from atoll.core.config.overrides import override
-from atoll.engines import run_driver
-from atoll.engines.run_driver import Cache
-from atoll.engines.simulator import slower_links
-from atoll.engines.simulator.slower_links import time_on_slower_links, virtual_time
+from atoll.engines import run_lifecycle
+from atoll.engines.run_lifecycle import Cache
+from atoll.engines.simulator import virtual_time_estimate
+from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links, virtual_time
 from atoll.runs.cluster import Link
 from atoll.runs.run import candidates
 from atoll.testing.simulated_runs import SMALL
@@ -38,7 +38,7 @@ def cache():
 def test_it_is_the_time_that_the_run_has_on_those_links(name, more, cache, tmp_path):
     run = override(recipes.recipe(name), [*SHORT, *more], candidates)
     slower = replace(run, cluster=replace(run.cluster, link=replace(run.cluster.link, bandwidth_mbit_per_s=0.25)))
-    summary = run_driver.run(slower, out=tmp_path / "slower", cache=cache).summary
+    summary = run_lifecycle.run(slower, out=tmp_path / "slower", cache=cache).summary
     assert time_on_slower_links(run, summary.params, 10) == pytest.approx(summary.virtual_time_s, rel=1e-9)
     assert virtual_time(run, summary.params) < summary.virtual_time_s
 
@@ -47,15 +47,15 @@ def test_it_is_the_time_that_the_run_has_on_those_links(name, more, cache, tmp_p
 def test_a_long_run_of_equal_rounds_is_extrapolated_exactly(name, more, monkeypatch):
     run = override(recipes.recipe(name), ["train.steps=160", *more], candidates)
     whole = virtual_time(run, 1_000)
-    monkeypatch.setattr(slower_links, "_MAX_LOCAL_STEPS", 64)
+    monkeypatch.setattr(virtual_time_estimate, "_MAX_LOCAL_STEPS", 64)
     assert virtual_time(run, 1_000) == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_long_asynchronous_run_is_extrapolated_to_within_two_percent(monkeypatch):
     run = recipes.demo_async()
-    monkeypatch.setattr(slower_links, "_MAX_LOCAL_STEPS", 4_000)
+    monkeypatch.setattr(virtual_time_estimate, "_MAX_LOCAL_STEPS", 4_000)
     whole = virtual_time(run, 1_000)
-    monkeypatch.setattr(slower_links, "_MAX_LOCAL_STEPS", 1_000)
+    monkeypatch.setattr(virtual_time_estimate, "_MAX_LOCAL_STEPS", 1_000)
     assert virtual_time(run, 1_000) == pytest.approx(whole, rel=0.02)
 
 

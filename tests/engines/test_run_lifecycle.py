@@ -19,7 +19,7 @@ from atoll.core.events import Arrived, Evaluated, Exchanged, RoundFinished, Save
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import sharded, shared
 from atoll.core.serialization import load_tree, read_tensors
-from atoll.engines import run_driver
+from atoll.engines import run_lifecycle
 from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.folder import RunFolder
@@ -46,7 +46,7 @@ def left_by(folder):
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """The run that was never stopped."""
-    return run_driver.run(small(), out=tmp_path_factory.mktemp("straight") / "run")
+    return run_lifecycle.run(small(), out=tmp_path_factory.mktemp("straight") / "run")
 
 
 def test_the_summary_has_every_figure_and_they_agree(straight):
@@ -116,8 +116,8 @@ def test_the_validation_loss_is_the_mean_of_the_batch_losses_of_the_global_weigh
 
 
 def test_the_same_seed_leaves_the_same_bytes_and_another_seed_does_not(straight, tmp_path):
-    again = run_driver.run(small(), out=tmp_path / "again")
-    other = run_driver.run(replace(small(), seed=1), out=tmp_path / "other")
+    again = run_lifecycle.run(small(), out=tmp_path / "again")
+    other = run_lifecycle.run(replace(small(), seed=1), out=tmp_path / "other")
     assert left_by(again.folder) == left_by(straight.folder)
     assert left_by(other.folder) != left_by(straight.folder)
 
@@ -125,13 +125,13 @@ def test_the_same_seed_leaves_the_same_bytes_and_another_seed_does_not(straight,
 def test_runs_that_share_text_and_warm_start_leave_the_same_bytes(straight, tmp_path):
     cache = Cache()
     ddp = override(recipes.demo_ddp(), SMALL, candidates)
-    run_driver.run(ddp, out=tmp_path / "ddp", cache=cache)
-    shared = run_driver.run(small(), out=tmp_path / "shared", cache=cache)
+    run_lifecycle.run(ddp, out=tmp_path / "ddp", cache=cache)
+    shared = run_lifecycle.run(small(), out=tmp_path / "shared", cache=cache)
     assert left_by(shared.folder) == left_by(straight.folder)
 
 
 def test_a_warm_start_is_reported_apart_and_is_the_same_for_every_algorithm(straight, tmp_path):
-    ddp = run_driver.run(override(recipes.demo_ddp(), SMALL, candidates), out=tmp_path / "ddp")
+    ddp = run_lifecycle.run(override(recipes.demo_ddp(), SMALL, candidates), out=tmp_path / "ddp")
     starts = []
     for folder in (ddp.folder, straight.folder):
         warm = next(read_events(folder / "events.jsonl", [WarmStartFinished]))
@@ -142,7 +142,7 @@ def test_a_warm_start_is_reported_apart_and_is_the_same_for_every_algorithm(stra
 
 
 def test_from_scratch_there_is_no_warm_start(tmp_path):
-    done = run_driver.run(small("train.warm_start_steps=0"), out=tmp_path / "run")
+    done = run_lifecycle.run(small("train.warm_start_steps=0"), out=tmp_path / "run")
     assert done.summary.warm_start_tokens == 0
     assert not list(read_events(done.folder / "events.jsonl", [WarmStartFinished]))
 
@@ -186,7 +186,7 @@ def test_killed_at_any_moment_and_resumed_a_run_leaves_the_bytes_of_one_that_was
     """A process of its own, which is killed without warning in the warm start, in a round, before a save, or at the very end."""
     folder = tmp_path / "run"
     killed("demo-diloco", folder, event, count, DILOCO)
-    resumed = run_driver.resume(folder)
+    resumed = run_lifecycle.resume(folder)
     assert left_by(folder) == left_by(straight.folder)
     assert resumed.summary.resumed_from_round == resumes_from
     assert Tree.of(resumed.module).equal(straight.params)
@@ -204,14 +204,14 @@ ASYNC = [
 
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory):
-    return run_driver.run(override(recipes.demo_async(), ASYNC, candidates), out=tmp_path_factory.mktemp("async") / "run")
+    return run_lifecycle.run(override(recipes.demo_async(), ASYNC, candidates), out=tmp_path_factory.mktemp("async") / "run")
 
 
 @pytest.mark.parametrize(("event", "count"), [("Computed", 1), ("Arrived", 7), ("Saved", 3)])
 def test_killed_with_workers_out_and_resumed_an_asynchronous_run_leaves_the_same_bytes(event, count, never_stopped, tmp_path):
     """Rounds that were under way begin again from what they were sent off with, at their old time."""
     killed("demo-async", tmp_path / "run", event, count, ASYNC)
-    resumed = run_driver.resume(tmp_path / "run")
+    resumed = run_lifecycle.resume(tmp_path / "run")
     assert left_by(tmp_path / "run") == left_by(never_stopped.folder)
     assert (resumed.summary.resumed_from_round > 0) == (event != "Computed")
     assert Tree.of(resumed.module).equal(never_stopped.params)
@@ -231,7 +231,7 @@ def test_an_asynchronous_run_is_summarised_like_any_other(never_stopped):
 def test_every_checkpoint_leads_to_the_same_end(straight, tmp_path):
     """Not only the newest: each of them, with the log that was there at the time or any longer one."""
     run = small("keep.checkpoints=10")
-    whole = run_driver.run(run, out=tmp_path / "whole")
+    whole = run_lifecycle.run(run, out=tmp_path / "whole")
     for round in (3, 2, 1):
         later = Checkpoints(whole.folder / "checkpoints", keep=10)
         for name in later.rounds():
@@ -240,14 +240,14 @@ def test_every_checkpoint_leads_to_the_same_end(straight, tmp_path):
                     path.unlink()
                 (whole.folder / "checkpoints" / f"{name:08}").rmdir()
         (whole.folder / "final.safetensors").unlink()
-        again = run_driver.resume(whole.folder)
+        again = run_lifecycle.resume(whole.folder)
         assert again.summary.resumed_from_round == round
         assert left_by(whole.folder) == left_by(straight.folder)
 
 
 def test_resuming_a_finished_run_gives_its_summary_and_computes_nothing(straight):
     before, sink = left_by(straight.folder), MemorySink()
-    again = run_driver.resume(straight.folder, sinks=[sink])
+    again = run_lifecycle.resume(straight.folder, sinks=[sink])
     assert again.summary == straight.summary
     assert sink.events == []
     assert left_by(straight.folder) == before
@@ -256,21 +256,21 @@ def test_resuming_a_finished_run_gives_its_summary_and_computes_nothing(straight
 
 def test_another_recipe_than_the_folders_is_refused_with_what_differs(straight):
     with pytest.raises(ConfigError, match=r"algorithm.inner_steps"):
-        run_driver.resume(straight.folder, expected=small("algorithm.inner_steps=6"))
+        run_lifecycle.resume(straight.folder, expected=small("algorithm.inner_steps=6"))
 
 
 def test_a_new_run_does_not_overwrite_an_old_one(straight):
     with pytest.raises(ConfigError, match=r"already.*--resume"):
-        run_driver.run(small(), out=straight.folder)
+        run_lifecycle.run(small(), out=straight.folder)
 
 
 def test_a_truncated_checkpoint_is_refused_by_name(tmp_path):
-    done = run_driver.run(small(), out=tmp_path / "run")
+    done = run_lifecycle.run(small(), out=tmp_path / "run")
     (done.folder / "final.safetensors").unlink()
     victim = done.folder / "checkpoints" / "00000004" / "shared.safetensors"
     victim.write_bytes(victim.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"shared.safetensors"):
-        run_driver.resume(done.folder)
+        run_lifecycle.resume(done.folder)
 
 
 def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path):
@@ -285,31 +285,31 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(tmp_path):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_driver.run(sound, out=tmp_path / "run", sinks=[Fuse()])
+        run_lifecycle.run(sound, out=tmp_path / "run", sinks=[Fuse()])
     assert Checkpoints(tmp_path / "run" / "checkpoints", keep=9).rounds() == [1]
     with pytest.raises(AtollError, match=r"the loss is (nan|inf) on island \d in round \d"):
-        run_driver.run(poisoned, out=tmp_path / "bad")
+        run_lifecycle.run(poisoned, out=tmp_path / "bad")
     assert not (tmp_path / "bad" / "final.safetensors").exists()
     for path in tmp_path.rglob("shared.safetensors"):
         tensors, _ = read_tensors(path)
         assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
-    done = run_driver.resume(tmp_path / "run")
+    done = run_lifecycle.resume(tmp_path / "run")
     assert done.summary.resumed_from_round == 1
 
 
 def test_a_warm_start_that_is_not_finite_is_named_and_not_kept(tmp_path):
     with pytest.raises(AtollError, match=r"at step \d of the warm start"):
-        run_driver.run(small("train.warm_start_lr=1e30", "train.clip_norm=none", "optimizer=SGD(lr=0.1)"), out=tmp_path / "run")
+        run_lifecycle.run(small("train.warm_start_lr=1e30", "train.clip_norm=none", "optimizer=SGD(lr=0.1)"), out=tmp_path / "run")
     assert not (tmp_path / "run" / "warm_start.safetensors").exists()
 
 
 def test_a_checkpoint_of_another_run_is_refused_even_if_its_shapes_fit(straight, tmp_path):
-    other = run_driver.run(replace(small(), seed=5), out=tmp_path / "run")
+    other = run_lifecycle.run(replace(small(), seed=5), out=tmp_path / "run")
     (other.folder / "final.safetensors").unlink()
     shutil.rmtree(other.folder / "checkpoints")
     shutil.copytree(straight.folder / "checkpoints", other.folder / "checkpoints")
     with pytest.raises(CheckpointError, match=r"was saved by another run"):
-        run_driver.resume(other.folder)
+        run_lifecycle.resume(other.folder)
 
 
 def test_text_that_changed_since_the_checkpoint_is_refused(tmp_path):
@@ -318,16 +318,16 @@ def test_text_that_changed_since_the_checkpoint_is_refused(tmp_path):
     for number in range(20):
         (text / f"{number}.txt").write_text(f"Island {number} lies in the sea. " * 30)
     settings = [f"data.corpus=files:{text}", "data.limit_bytes=none", "keep.checkpoints=9"]
-    done = run_driver.run(small(*settings), out=tmp_path / "run")
+    done = run_lifecycle.run(small(*settings), out=tmp_path / "run")
     (done.folder / "final.safetensors").unlink()
     (text / "7.txt").write_text("Something else entirely. " * 40)
     with pytest.raises(CheckpointError, match=r"its data"):
-        run_driver.resume(done.folder)
+        run_lifecycle.resume(done.folder)
 
 
 def test_what_cannot_be_run_leaves_no_folder(tmp_path):
     with pytest.raises(AtollError):
-        run_driver.run(small("data.corpus=files:/nowhere"), out=tmp_path / "run")
+        run_lifecycle.run(small("data.corpus=files:/nowhere"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -336,17 +336,17 @@ def test_what_cannot_be_run_leaves_no_folder(tmp_path):
 
 def test_any_module_with_a_loss_can_be_trained(tmp_path):
     run = small("optimizer=AdamW(lr=0.05)", "algorithm.outer=SGD(lr=1.0)", "train.steps=60", "keep.evaluate_every=60")
-    done = run_driver.run(run, out=tmp_path / "run", workload=Regression(hidden=4))
+    done = run_lifecycle.run(run, out=tmp_path / "run", workload=Regression(hidden=4))
     assert done.val_loss < 0.5
     assert done.summary.params == sum(p.numel() for p in Regression(hidden=4).module().parameters())
 
 
 def test_a_run_of_its_own_workload_is_not_taken_for_a_decoders(tmp_path):
     run = small("optimizer=AdamW(lr=0.05)", "train.warm_start_steps=0")
-    done = run_driver.run(run, out=tmp_path / "run", workload=Regression(hidden=4))
+    done = run_lifecycle.run(run, out=tmp_path / "run", workload=Regression(hidden=4))
     with pytest.raises(ConfigError, match=r"trained a user's workload, Regression.*workload="):
-        run_driver.resume(done.folder)
-    assert run_driver.resume(done.folder, workload=Regression(hidden=4)).summary == done.summary
+        run_lifecycle.resume(done.folder)
+    assert run_lifecycle.resume(done.folder, workload=Regression(hidden=4)).summary == done.summary
 
 
 @dataclass(frozen=True)
@@ -376,17 +376,17 @@ class Sharded:
 @pytest.mark.parametrize("islands", [1, 3])
 def test_sharded_state_is_resumed_shard_by_shard(islands, tmp_path):
     run = replace(small("keep.checkpoints=9", f"cluster.islands={islands}"), algorithm=Sharded())
-    whole = run_driver.run(run, out=tmp_path / "run")
+    whole = run_lifecycle.run(run, out=tmp_path / "run")
     before = left_by(whole.folder)
     for round in (4, 3):
         shutil.rmtree(whole.folder / "checkpoints" / f"{round:08}")
     (whole.folder / "final.safetensors").unlink()
-    assert run_driver.resume(whole.folder).summary.resumed_from_round == 2
+    assert run_lifecycle.resume(whole.folder).summary.resumed_from_round == 2
     assert left_by(whole.folder) == before
 
 
 def test_evaluations_and_checkpoints_come_as_often_as_asked(tmp_path):
-    done = run_driver.run(small("keep.evaluate_every=6", "keep.save_every=9", "keep.checkpoints=9"), out=tmp_path / "run")
+    done = run_lifecycle.run(small("keep.evaluate_every=6", "keep.save_every=9", "keep.checkpoints=9"), out=tmp_path / "run")
     assert [event.round for event in read_events(done.folder / "events.jsonl", [Evaluated])] == [0, 2, 4]
     assert [event.round for event in read_events(done.folder / "events.jsonl", [Saved])] == [3, 4]
 
@@ -396,7 +396,7 @@ def test_a_finished_run_can_be_looked_at_and_written_with_when_its_text_is_gone(
     text.mkdir()
     for number in range(20):
         (text / f"{number}.txt").write_text(f"Island {number} lies in the sea. " * 30)
-    done = run_driver.run(
+    done = run_lifecycle.run(
         small(f"data.corpus=files:{text}", "data.limit_bytes=none", "data.tokenizer=bpe:280"), out=tmp_path / "run"
     )
     shutil.rmtree(text)
@@ -418,10 +418,10 @@ def test_a_warm_start_on_other_text_is_made_anew(tmp_path):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_driver.run(run, out=tmp_path / "run", sinks=[Fuse()])
+        run_lifecycle.run(run, out=tmp_path / "run", sinks=[Fuse()])
     (text / "7.txt").write_text("Something else entirely. " * 40)
-    resumed = run_driver.resume(tmp_path / "run")
-    assert left_by(resumed.folder) == left_by(run_driver.run(run, out=tmp_path / "fresh").folder)
+    resumed = run_lifecycle.resume(tmp_path / "run")
+    assert left_by(resumed.folder) == left_by(run_lifecycle.run(run, out=tmp_path / "fresh").folder)
 
 
 def test_buffers_come_back_with_a_finished_run(tmp_path):
@@ -432,8 +432,8 @@ def test_buffers_come_back_with_a_finished_run(tmp_path):
             return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
 
     run = small("optimizer=AdamW(lr=0.05)", "train.warm_start_steps=0")
-    done = run_driver.run(run, out=tmp_path / "run", workload=Normed())
-    again = run_driver.resume(done.folder, workload=Normed())
+    done = run_lifecycle.run(run, out=tmp_path / "run", workload=Normed())
+    again = run_lifecycle.resume(done.folder, workload=Normed())
     for module in (done.module, again.module):
         module.eval()
         with torch.no_grad():
@@ -446,7 +446,7 @@ def test_buffers_come_back_with_a_finished_run(tmp_path):
 def test_what_cannot_be_dealt_out_or_leaves_nobody_leaves_no_folder(setting, tmp_path):
     islands = 50 if "ByDomain" in setting else 2
     with pytest.raises(AtollError):
-        run_driver.run(small(setting, f"cluster.islands={islands}"), out=tmp_path / "run")
+        run_lifecycle.run(small(setting, f"cluster.islands={islands}"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -458,7 +458,7 @@ def test_an_evaluation_without_a_loss_is_refused_before_anything_is_trained(tmp_
 
     sink = MemorySink()
     with pytest.raises(ConfigError, match=r"evaluate returned \['accuracy'\].*loss"):
-        run_driver.run(
+        run_lifecycle.run(
             small("optimizer=AdamW(lr=0.05)", "train.warm_start_steps=0"), out=tmp_path / "run", workload=Lossless(), sinks=[sink]
         )
     assert not sink.of(RoundFinished)
@@ -467,19 +467,19 @@ def test_an_evaluation_without_a_loss_is_refused_before_anything_is_trained(tmp_
 def test_an_outer_schedule_left_open_is_as_long_as_the_rounds(tmp_path):
     run = small("algorithm.outer=Nesterov(lr=Cosine(lr=0.7))")
     assert run.resolved.algorithm.outer.lr.steps == 4
-    assert run_driver.run(run, out=tmp_path / "run").summary.outer_steps == 4
+    assert run_lifecycle.run(run, out=tmp_path / "run").summary.outer_steps == 4
 
 
 def test_tensorboard_files_are_written_when_asked(tmp_path):
-    done = run_driver.run(small("keep.tensorboard=true"), out=tmp_path / "run")
+    done = run_lifecycle.run(small("keep.tensorboard=true"), out=tmp_path / "run")
     assert list((done.folder / "tensorboard").iterdir())
 
 
 @pytest.mark.parametrize("partition", ["ByDomain", "Dirichlet(alpha=0.5)", "KMeans"])
 def test_islands_with_different_data_run_and_weigh_by_examples(partition, tmp_path):
     settings = [f"data.partition={partition}", "cluster.islands=2"]
-    done = run_driver.run(small(*settings, "algorithm.weighting=examples"), out=tmp_path / "run")
-    even = run_driver.run(small(*settings), out=tmp_path / "even")
+    done = run_lifecycle.run(small(*settings, "algorithm.weighting=examples"), out=tmp_path / "run")
+    even = run_lifecycle.run(small(*settings), out=tmp_path / "even")
     assert done.summary.digest != even.summary.digest, "the shards differ in size, so the weights must matter"
     weights = {event.weight for event in read_events(done.folder / "events.jsonl", [Exchanged])}
     assert len(weights) == 1
@@ -508,7 +508,7 @@ def test_islands_with_different_data_run_and_weigh_by_examples(partition, tmp_pa
     ],
 )
 def test_every_ablation_is_a_setting(setting, straight, tmp_path):
-    done = run_driver.run(small(setting), out=tmp_path / "run")
+    done = run_lifecycle.run(small(setting), out=tmp_path / "run")
     assert done.summary.steps == 12
     assert (done.folder / "events.jsonl").read_bytes() != (straight.folder / "events.jsonl").read_bytes(), "it changed nothing"
 
@@ -536,10 +536,10 @@ class Stop:
 def test_interrupted_and_resumed_a_run_of_two_levels_leaves_the_same_bytes(inside, tmp_path):
     settings = [*DILOCO, "cluster.islands=2", "cluster.lost=[Lost(island=1,round=1)]", f"inside={inside}"]
     run = override(recipes.demo_two_level(), settings, candidates)
-    straight = run_driver.run(run, out=tmp_path / "straight")
+    straight = run_lifecycle.run(run, out=tmp_path / "straight")
     with pytest.raises(KeyboardInterrupt):
-        run_driver.run(run, out=tmp_path / "run", sinks=[Stop(3)])
-    resumed = run_driver.resume(tmp_path / "run")
+        run_lifecycle.run(run, out=tmp_path / "run", sinks=[Stop(3)])
+    resumed = run_lifecycle.resume(tmp_path / "run")
     assert resumed.summary.resumed_from_round == 2
     assert left_by(tmp_path / "run") == left_by(tmp_path / "straight")
     assert straight.summary.algorithm == f"DiLoCo over {inside.split('(')[0]}"
@@ -549,9 +549,9 @@ def test_interrupted_and_resumed_a_run_of_two_levels_leaves_the_same_bytes(insid
 @pytest.mark.parametrize(("recipe", "more"), [("demo-diloco", ["algorithm.inner_steps=3"]), ("demo-ddp", [])])
 def test_a_run_all_in_bfloat16_resumes_to_the_byte_and_keeps_its_masters_digits(recipe, more, tmp_path):
     settings = [*SMALL, "train.precision=all-bf16", *more]
-    whole = run_driver.run(override(recipes.recipe(recipe), settings, candidates), out=tmp_path / "whole")
+    whole = run_lifecycle.run(override(recipes.recipe(recipe), settings, candidates), out=tmp_path / "whole")
     killed(recipe, tmp_path / "run", "Saved", 2, settings)
-    resumed = run_driver.resume(tmp_path / "run")
+    resumed = run_lifecycle.resume(tmp_path / "run")
     assert left_by(tmp_path / "run") == left_by(whole.folder)
     assert {p.dtype for p in resumed.module.parameters()} == {torch.bfloat16}
     assert whole.params.flat.dtype == torch.float32

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atoll.engines.processes.point_to_point import BatchTransport, GlooTransport, PeerUnreachable, transport_for
+from atoll.engines.point_to_point import BatchTransport, GlooTransport, PeerUnreachable, transport_for
 
 TRANSPORTS = [GlooTransport, BatchTransport]
 

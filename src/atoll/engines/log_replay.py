@@ -22,7 +22,7 @@ from atoll.core.events import Arrived, Dispatched, Event, IslandJoined, IslandLe
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Sink, Task, Work, Workload
 from atoll.core.serialization import load_tree
-from atoll.engines.processes.timed_replica import ProcessReplica, run_worker_round
+from atoll.engines.timed_replica import ProcessReplica, run_worker_round
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import Cache, get_warm_start, load_data
 from atoll.replica.local_replica import LocalReplica, torch_threads

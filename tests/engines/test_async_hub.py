@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from atoll.algorithms.async_hub import Applied, AsyncHub, Push, Refusal
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
+from atoll.engines.async_hub import Applied, AsyncHub, Push, Refusal
 from atoll.optim.adam import Adam
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD, Momentum, Nesterov

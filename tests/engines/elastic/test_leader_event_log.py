@@ -13,8 +13,8 @@ from atoll.core.events import Attended, Evaluated, IslandLeft, RoundFinished, Ru
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.checkpoints import Checkpoints
-from atoll.engines.elastic import leader_log
-from atoll.engines.elastic.leader_log import (
+from atoll.engines.elastic import leader_event_log
+from atoll.engines.elastic.leader_event_log import (
     CommitLog,
     CommitRecord,
     EventLogLease,
@@ -25,7 +25,7 @@ from atoll.engines.elastic.leader_log import (
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.run_driver import Driver, RunRequest, RunTask
+from atoll.engines.run_lifecycle import Driver, RunRequest, RunTask
 from atoll.engines.warm_start_training import WarmStart
 from atoll.runs.folder import RunFolder
 from atoll.telemetry import read_events
@@ -165,14 +165,14 @@ def test_finishing_is_retried_when_the_lease_is_lost_meanwhile(island, monkeypat
         return last(*given)
 
     one.engine.accounting.finished = frozen
-    monkeypatch.setattr(leader_log, "_RETRY_S", 0.0)
+    monkeypatch.setattr(leader_event_log, "_RETRY_S", 0.0)
     one.leader_log.finish(one.engine, None, 60.0)
     assert one.leader_log.is_finished
     assert [text for text in one.logged if text.startswith("not finished, and tried again: another island")]
 
 
 def test_a_commit_that_is_written_during_a_takeover_is_neither_cut_off_nor_written_twice(island, monkeypatch):
-    one, other, read = island(), island(), leader_log.committed_prefix
+    one, other, read = island(), island(), leader_event_log.committed_prefix
     one.commit(1, 1)
 
     def reads(path, epochs):
@@ -181,7 +181,7 @@ def test_a_commit_that_is_written_during_a_takeover_is_neither_cut_off_nor_writt
             one.commit(2, 2)
         return found
 
-    monkeypatch.setattr(leader_log, "committed_prefix", reads)
+    monkeypatch.setattr(leader_event_log, "committed_prefix", reads)
     other.commit(2, 2)
     other.commit(3, 3)
     assert other.commits == [(1, 1), (2, 2), (3, 3)]
@@ -329,7 +329,7 @@ def test_writes_of_an_old_lease_holder_do_not_reach_the_log(tmp_path):
 
 def test_an_island_that_was_frozen_while_it_took_the_lease_has_lost_it(tmp_path, monkeypatch):
     path, others = written(tmp_path / "events.jsonl", saved(1)), []
-    replacing = leader_log.replacing
+    replacing = leader_event_log.replacing
 
     @contextmanager
     def frozen_after_the_rename(path, error):
@@ -339,7 +339,7 @@ def test_an_island_that_was_frozen_while_it_took_the_lease_has_lost_it(tmp_path,
         others.append(EventLogLease(path, path.stat().st_size))
         others[0].emit(saved(2))
 
-    monkeypatch.setattr(leader_log, "replacing", frozen_after_the_rename)
+    monkeypatch.setattr(leader_event_log, "replacing", frozen_after_the_rename)
     frozen = EventLogLease(path, path.stat().st_size)
     frozen.emit(saved(99))
     others[0].emit(saved(3))

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from atoll.engines.processes.communication_thread import CommunicationThread, Request
+from atoll.engines.communication_thread import CommunicationThread, Request
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
 from atoll.engines.liveness import FailureAttribution
-from atoll.engines.processes.point_to_point import BatchTransport, Group, PeerUnreachable, transport_for
+from atoll.engines.point_to_point import BatchTransport, Group, PeerUnreachable, transport_for
 
 PIECE_BYTES = 1 << 20
 """gloo moves larger messages one way at a time, and messages of this size both ways at once. Between two ranks a piece is twice as

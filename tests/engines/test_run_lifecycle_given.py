@@ -7,7 +7,7 @@ from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
-from atoll.engines import run_driver
+from atoll.engines import run_lifecycle
 from atoll.runs.run import candidates
 from atoll.testing.simulated_runs import SMALL, Regression
 
@@ -17,7 +17,7 @@ RUN = override(recipes.demo_diloco(), [*SMALL, "train.steps=2", "train.warm_star
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a run."""
-    return run_driver.run(RUN, out=tmp_path_factory.mktemp("finished") / "run").folder
+    return run_lifecycle.run(RUN, out=tmp_path_factory.mktemp("finished") / "run").folder
 
 
 @pytest.mark.parametrize(
@@ -30,17 +30,17 @@ def finished(tmp_path_factory):
 )
 def test_what_is_no_run_is_refused_before_there_is_a_folder(given, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
-        run_driver.run(given, out=tmp_path / "run")
+        run_lifecycle.run(given, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_what_is_no_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"out=1 is not text"):
-        run_driver.run(RUN, out=1)
+        run_lifecycle.run(RUN, out=1)
     with pytest.raises(ConfigError, match=r"out is a Run, not text"):
-        run_driver.resume(RUN)
+        run_lifecycle.resume(RUN)
     with pytest.raises(ConfigError, match=r"expected='demo-diloco' is not a Run"):
-        run_driver.resume(tmp_path, expected="demo-diloco")
+        run_lifecycle.resume(tmp_path, expected="demo-diloco")
 
 
 class NoLoss:
@@ -77,7 +77,7 @@ class NoShards(NoLoss):
 )
 def test_a_workload_that_lacks_something_is_refused_before_there_is_a_folder(workload, said, tmp_path, finished):
     with pytest.raises(ConfigError, match=said):
-        run_driver.run(RUN, out=tmp_path / "run", workload=workload)
+        run_lifecycle.run(RUN, out=tmp_path / "run", workload=workload)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match=said):
-        run_driver.resume(finished, workload=workload)
+        run_lifecycle.resume(finished, workload=workload)

@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
@@ -303,7 +303,7 @@ class Driver:
     # ------------------------------------------------------------------------------------------------------ one engine's own
 
     def build(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> Any:
-        """The engine. It has `steps`, `steps_taken`, `round`, and `run`, which trains to the end."""
+        """The engine. It has `steps`, `steps_taken`, `round`, `train`, which yields when a checkpoint is due, and `finish`."""
         raise AssertionError(f"{type(self).__name__} has no engine in this process")
 
     def restore(self, engine: Any, checkpoint: Checkpoint) -> None:
@@ -341,7 +341,6 @@ class Driver:
                 self.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
                 sink = stack.enter_context(Fanout(self.open_sinks(checkpoint)))
             prepared = self.prepare(sink, checkpoint)
-            self._origin, self._sink = prepared.origin, sink
             evaluator = self.make_evaluator(prepared.workload) if self.leads else None
             engine = self.build(prepared, evaluator, sink)
             stack.push(lambda kind, error, trace: self.close(engine, failed=kind is not None))
@@ -350,7 +349,10 @@ class Driver:
                 sink.emit(
                     Progress(phase="resume", done=engine.steps_taken, total=engine.steps, note=f"from round {checkpoint.round}")
                 )
-            finished = engine.run(prepared.warm_start.tokens)
+            with closing(engine.train()) as checkpoints_due:
+                for _ in checkpoints_due:
+                    self._save(engine, prepared.origin, sink)
+            finished = engine.finish(prepared.warm_start.tokens)
             params, buffers = self.trained(engine)
             if evaluator is None:
                 return None
@@ -373,12 +375,12 @@ class Driver:
             check_origin(checkpoint, prepared.origin, self.folder.path)
         return prepared
 
-    def save(self, engine: Any) -> None:
+    def _save(self, engine: Any, origin: Mapping[str, str | None], sink: Sink) -> None:
         """Save a checkpoint of the engine's round."""
         # The event comes first: the log is truncated where its checkpoint says, and must hold this line then too.
-        self._sink.emit(Saved(round=engine.round, name=Checkpoints.name(engine.round)))
+        sink.emit(Saved(round=engine.round, name=Checkpoints.name(engine.round)))
         position = {"events_bytes": self.event_log.position()} if self.event_log is not None else {}
-        self.write_checkpoint(engine, {**position, **self._origin})
+        self.write_checkpoint(engine, {**position, **origin})
 
     # ------------------------------------------------------------------------------------------------------------- its parts
 

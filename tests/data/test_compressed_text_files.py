@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from atoll.core.errors import DataError
-from atoll.data.text_files import open_file, read_text
+from atoll.data.compressed_text_files import open_file, read_text
 
 TEXT = "".join(f"line {n * 7919 % 1000}: {'é' * (n % 5)}\n" for n in range(3000)).encode()
 PACK: dict[str, Callable[[bytes], bytes]] = {

@@ -12,7 +12,7 @@ from atoll.core.errors import ConfigError
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import ProcessHooks, island_name
 from atoll.engines.ray.spec import Ray
-from atoll.engines.run_driver import RunTask
+from atoll.engines.run_lifecycle import RunTask
 from atoll.engines.spec import EngineSpec
 from atoll.runs.run import Run
 from atoll.testing.chaos.fault_injector import FaultInjector

@@ -49,7 +49,9 @@ def virtual_time(run: Run, parameters: int) -> float:
     timed = replace(run.resolved, cluster=cluster, train=train, keep=keep)
     workload, dtype = _TimedWorkload(size, timed.shards, timed.train.batch_size), dtype_of(timed)
     sink = MemorySink()
-    engine_of(timed, workload, initial_weights(workload, "cpu", dtype), Evaluator(workload, "cpu", dtype), sink, None).run()
+    engine = engine_of(timed, workload, initial_weights(workload, "cpu", dtype), Evaluator(workload, "cpu", dtype), sink)
+    for _ in engine.train():
+        pass  # a checkpoint is due at the end, and not needed
     ends = [(event.local_updates or event.steps, event.time_s) for event in sink.of(RoundFinished)]
     (done, end_s), (half_done, half_s) = ends[-1], ends[len(ends) // 2 - 1]
     times = run.train.steps / steps

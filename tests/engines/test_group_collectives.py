@@ -12,7 +12,7 @@ import torch.distributed as dist
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
-from atoll.engines.processes.collectives import CONTROL_BYTES, GroupCollectives
+from atoll.engines.group_collectives import CONTROL_BYTES, GroupCollectives
 from atoll.engines.simulator.collectives import ordered_sum
 from atoll.runs.cluster import Link, all_reduce_cost
 from atoll.testing.processes import outcomes, sum_until_killed

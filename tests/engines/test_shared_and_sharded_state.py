@@ -4,7 +4,7 @@ import torch
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient
-from atoll.engines.state_ownership import trees_to_device
+from atoll.engines.shared_and_sharded_state import trees_to_device
 
 
 def test_trees_of_a_saved_state_move_to_the_replicas_device():

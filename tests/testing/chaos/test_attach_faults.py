@@ -7,7 +7,7 @@ import pytest
 from atoll import recipes
 from atoll.core.errors import ConfigError
 from atoll.engines.elastic.spec import Elastic
-from atoll.testing.chaos.chaos_run import RunFaults
+from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import Cut, Fault, FaultScript, Kill, Slow, TimedFault
 
 CUT = Cut(link="island-0001", for_s=1.0)

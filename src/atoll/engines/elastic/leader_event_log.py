@@ -34,7 +34,7 @@ from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.membership import log_while_waiting, retry
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.run_driver import Driver
+from atoll.engines.run_lifecycle import Driver
 from atoll.engines.training_setup import passed_multiple
 from atoll.engines.warm_start_training import WarmStart
 from atoll.replica.evaluator import Evaluator
