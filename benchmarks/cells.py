@@ -102,7 +102,7 @@ class Outcome:
 
 
 FIRST_DEMO = (
-    "model=tiny",
+    "model=GPT(layers=2,width=48,heads=4,head_size=12)",
     "optimizer.lr.lr=0.05",
     "optimizer.lr.floor=0.00125",
     "train.steps=900",

@@ -54,3 +54,9 @@ def test_processes_run_the_same_cells_and_a_failed_cell_costs_only_those_not_sta
     assert cell["settings"] == list(good.base)
     here = b.cells.run_rows({"good": good}, [0], b.record.Record(tmp_path / "here"), "", quiet=True, islands=True)["good"]
     assert (cell["summary"]["digest"], cell["islands"]) == (here.summaries[0]["digest"], list(here.islands[0]))
+
+
+@pytest.mark.parametrize("recipe", ["demo-ddp", "demo-diloco", "demo-acco", "demo-async", "demo-two-level"])
+def test_the_first_demos_settings_fit_todays_recipes(b, recipe):
+    base = b.cells.FIRST_TWO_LEVEL if recipe == "demo-two-level" else b.cells.FIRST_DEMO
+    assert b.cells.Row(recipe=recipe, base=base).run(0).model.width == 48
