@@ -56,6 +56,8 @@ ALGORITHMS = [
     DiLoCo(inner_steps=2, outer=Adam(lr=0.1, eps=0.1)),
     DiLoCo(inner_steps=2, outer=Momentum(lr=0.3, momentum=0.9), missed="agreed"),
     DiLoCo(inner_steps=2, pruned=0.25),
+    DiLoCo(inner_steps=2, merge="disjoint", weighting="examples"),
+    DiLoCo(inner_steps=2, moments="averaged"),
 ]
 
 ASYNC_ALGORITHMS = [
