@@ -72,7 +72,16 @@ def understood(monkeypatch, capsys, tmp_path):
         signature = inspect.signature(getattr(module, name))
         return lambda *given, **named: calls.append((name, signature.bind(*given, **named).arguments))
 
-    for name in ("list_recipes", "show_recipe", "report_run", "generate_text", "export_model", "prepare_data", "replay_folder"):
+    for name in (
+        "list_recipes",
+        "show_recipe",
+        "report_run",
+        "generate_text",
+        "evaluate_run",
+        "export_model",
+        "prepare_data",
+        "replay_folder",
+    ):
         monkeypatch.setattr(commands, name, stand_in(commands, name))
     for name in ("compare_runs", "join_run"):
         monkeypatch.setattr(run_command, name, stand_in(run_command, name))

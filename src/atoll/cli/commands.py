@@ -88,6 +88,21 @@ def generate_text(folder: Path, prompt: str, tokens: int, temperature: float, to
     print(generate(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))
 
 
+def evaluate_run(
+    folder: Path, on: str, *, last_word: bool, limit_bytes: int | None, device: str | None, as_json: bool, quiet: bool
+) -> None:
+    from atoll.runs.evaluate import evaluate
+
+    check_imported(folder)
+    with ConsoleSink(f"evaluate {folder}", quiet) as sink:
+        found = evaluate(folder, on, last_word=last_word, limit_bytes=limit_bytes, device=device, progress=sink.emit)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    for name, value in found.to_dict().items():
+        print(f"{name.replace('_', ' ')}: {f'{value:.4f}' if isinstance(value, float) else value}")
+
+
 def export_model(folder: Path, out: Path) -> None:
     from atoll.models.pretrained import Pretrained
     from atoll.runs.export import export

@@ -11,10 +11,10 @@ take 26.6 to 29 s, so a grace of 3 s dispatches all workers together. Shards are
 
 ACCO, section 4 and Table 4: 8 islands, AdamW with decay 0.1 along a cosine, no warm-up of either kind, no clipping, bfloat16. On
 OpenWebText, micro-batches of 24 sequences of 1,024 tokens, one in each half of a batch, and further ones while an exchange lasts
-(Algorithm 1). So a commit has 393,216 tokens or more, and 6 billion tokens are at most 15,259 commits. On TinyStories the paper gives neither batch nor length: here a commit has the same number of
-tokens, in sequences of 512. The paper's models are GPT-Neo. Ours are this package's decoder at the same depth, width, heads and
-vocabulary (36.0M and 123.6M parameters): with rotary instead of learned positions, and with full attention in every layer instead
-of every other.
+(Algorithm 1). So a commit has 393,216 tokens or more, and 6 billion tokens are at most 15,259 commits. On TinyStories the paper
+gives neither batch nor length: here a commit has the same number of tokens, in sequences of 512. The paper's models are GPT-Neo.
+Ours are this package's decoder at the same depth, width, heads and vocabulary (36.0M and 123.6M parameters): with rotary instead of
+learned positions, and with full attention in every layer instead of every other.
 """
 
 from __future__ import annotations
