@@ -6,7 +6,6 @@ records of all ranks into the events of the round and the figures of the run.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
@@ -82,15 +81,13 @@ class RoundRecord:
     similarities: list[DeltaSimilarity] = field(default_factory=list)
     """Of the trees that islands brought to means, where an algorithm compares them."""
 
-    def take(self) -> RoundRecord:
-        """The record of a round that is over. This one goes on with the next round; its lists stay the same objects."""
-        taken = copy.deepcopy(self)
-        for name, value in vars(RoundRecord()).items():
+    def clear(self) -> None:
+        """Begins the next round. The lists stay the same objects."""
+        for name, value in vars(self).items():
             if isinstance(value, list):
-                getattr(self, name).clear()
+                value.clear()
             else:
-                setattr(self, name, value)
-        return taken
+                setattr(self, name, 0)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

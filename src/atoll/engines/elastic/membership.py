@@ -26,7 +26,7 @@ from atoll.core.optional_imports import require
 from atoll.engines.elastic.rendezvous import open_store
 from atoll.engines.elastic.snapshot_server import IslandStatus, query_status
 from atoll.engines.elastic.state_version import StateVersion
-from atoll.engines.liveness import Heartbeat
+from atoll.engines.liveness import FailureDetector, Heartbeat
 from atoll.engines.point_to_point import first_sentence
 
 WAIT_LOG_S = 10.0
@@ -246,7 +246,8 @@ class QuorumMonitor:
     """
 
     def __init__(self, members: Mapping[int, Member], group: Any, silent_s: float) -> None:
-        self._members, self._group, self._silent_s = members, group, silent_s
+        self._members, self._group = members, group
+        self._detector: FailureDetector[int] = FailureDetector(silent_s)
         self._over, self._lock = threading.Event(), threading.Lock()
         self._ignored: set[int] = set()
         self.failed: str | None = None
@@ -267,11 +268,13 @@ class QuorumMonitor:
             self._ignored.update(ranks)
 
     def _probe(self, rank: int, member: Member) -> None:
-        answered_s = time.monotonic()
+        self._detector.observe(rank, None, time.monotonic())
         while not self._over.wait(PROBE_S):
-            if query_status(member.name, member.address, self._silent_s) is not None:
-                answered_s = time.monotonic()
-            elif time.monotonic() - answered_s > self._silent_s:
+            answered = query_status(member.name, member.address, self._detector.limit_s) is not None
+            now_s = time.monotonic()
+            if answered:
+                self._detector.observe(rank, now_s, now_s)
+            elif not self._detector.is_alive(rank, now_s):
                 self._fail(rank, member)
                 return
 
