@@ -18,15 +18,15 @@ def test_a_record_survives_json():
     record = RoundRecord(
         computed=[ComputeSpan(0.1, 0.1 + THIRD, 3, 3.0, [THIRD], 24, True), ComputeSpan(1.0, 2.0, 0, 0.25, [0.5], 2, False)],
         exchanges=[
-            ExchangeRecord("mean", 0.5, 0.75, 40, 16, 2.0, False, (1, 3), True),
+            ExchangeRecord("mean", 0.5, 0.75, 40, 16, 2.0, False, [1, 3], True),
             ExchangeRecord("total", 0.8, 0.9, 0, 8, 0.0, True),
         ],
         island_exchanges=[ExchangeRecord("reduce_scatter", 0.2, 0.3, 12, 16, 4.0, True)],
         tokens=26,
         dropped_tokens=2,
         island_updates=3,
-        island_skipped=[(0,), ()],
-        similarities=[DeltaSimilarity(((4.0, THIRD), (THIRD, 1.0)), (1.0, 2.5))],
+        island_skipped=[[0], []],
+        similarities=[DeltaSimilarity([[4.0, THIRD], [THIRD, 1.0]], [1.0, 2.5])],
     )
     assert RoundRecord.from_json(record.to_json()) == record
     assert "\n" not in record.to_json()

@@ -185,14 +185,6 @@ class ExchangeTimeout:
     By default it is ten times the longest interval between the ends of two exchanges, computing and waiting included, and at least
     60 s; before the first exchange it is 600 s. The interval that is under way counts too: a peer's round may take longer still.
     `fixed_s` sets another timeout, for good.
-
-    >>> seconds = iter([0.0, 20.0, 25.0, 45.0])
-    >>> timeout = ExchangeTimeout(now=lambda: next(seconds))
-    >>> timeout.start()  # after 20 s of computing
-    600.0
-    >>> timeout.finish()  # 5 s later
-    >>> timeout.start()
-    250.0
     """
 
     def __init__(self, fixed_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:

@@ -64,8 +64,8 @@ class ElasticAccounting(RunAccounting):
             self.sent(donor, sent_bytes, 0)
         self.emit(IslandJoined(island=self.known.index(name), round=number, donor=donor, sent_bytes=sent_bytes, **_time(commit)))
 
-    def record_round(self, commit: Commit, settled: Settlement, steps: int, number: int) -> None:
-        """Record a committed round, which brings the run to this many steps."""
+    def record_round(self, commit: Commit, settled: Settlement, steps: int, *, number: int, alive: int, digest: str) -> None:
+        """Record a committed round, which brings the run to this many steps and to a state of this digest."""
         agreement, numbers = commit.result, [self.known.index(name) for name in commit.names]
         records = [report.record for report in agreement.reports]
         # No update contains a rejected delta.
@@ -77,9 +77,6 @@ class ElasticAccounting(RunAccounting):
             what: [[self.known.index(name), *unit] for name, unit in units.items()] for what, units in settled._asdict().items()
         }
         self.emit(Leased(round=number, **became, **_time(commit)))
-
-    def record_attendance(self, commit: Commit, settled: Settlement, number: int, *, alive: int, digest: str) -> None:
-        """The last event of a commit."""
         self.emit(
             Attended(
                 round=number,

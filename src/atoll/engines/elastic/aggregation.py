@@ -125,8 +125,12 @@ class Agreement:
     rejected: dict[int, str]  # the reasons, by rank
     weight: float  # of all accepted deltas
     reports: Sequence[IslandReport]
-    now_s: float  # of the clock that is furthest ahead: a joiner does not know how long its start took
     rank: int
+
+    @property
+    def now_s(self) -> float:
+        """Of the clock that is furthest ahead: a joiner does not know how long its start took."""
+        return max(one.now_s for one in self.reports)
 
 
 class ValidatedMean:
@@ -182,7 +186,7 @@ class ValidatedMean:
         if damaged := [collectives.names[rank] for rank in others if received[rank] != sums[rank]]:
             raise Disagreement(f"the delta of {', '.join(damaged)} does not match its checksum: it was damaged on the way", damaged)
         collectives.all_gather(mean.flat)
-        return [DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights))] if products is not None else []
+        return [DeltaSimilarity(products.tolist(), weights)] if products is not None else []
 
     def _vote(
         self,
@@ -209,8 +213,7 @@ class ValidatedMean:
             raise Disagreement(f"islands came to different means, or received different messages ({digests})", suspects)
         self._vote_bytes = collectives.control_bytes - before_bytes
         reports = [*map(IslandReport.from_text, texts)]
-        now_s = max(one.now_s for one in reports)
-        return Agreement(value, [*map(_summary, rows)], rejected, weight, reports, now_s, collectives.rank)
+        return Agreement(value, [*map(_summary, rows)], rejected, weight, reports, collectives.rank)
 
 
 def _slice_sums(tree: Tree, size: int) -> list[int]:

@@ -15,15 +15,7 @@ from dataclasses import dataclass
 
 from atoll.core.errors import ExchangeFailed
 from atoll.engines.elastic.aggregation import Agreement, Disagreement, IslandReport, Proposal, ValidatedMean
-from atoll.engines.elastic.membership import (
-    Member,
-    Membership,
-    MembershipLost,
-    Quorum,
-    QuorumMonitor,
-    choose_eviction,
-    find_duplicate,
-)
+from atoll.engines.elastic.membership import Member, Membership, MembershipLost, Quorum, QuorumMonitor
 from atoll.engines.elastic.snapshot_server import QUERY_S, SILENT_S, IslandStatus, query_islands
 from atoll.engines.elastic.state_version import VERSION_LIMIT, HeldState, StateVersion, attempt_epoch, select_state
 from atoll.engines.group_collectives import GroupCollectives
@@ -224,7 +216,7 @@ class CommitProtocol:
 
     def _evict(self, quorum: Quorum, suspects: Mapping[str, Collection[str]]) -> None:
         """Make one member of a quorum that fails again and again leave. All members that answer choose the same one."""
-        evicted = choose_eviction(quorum.members, suspects)
+        evicted = quorum.choose_eviction(suspects)
         others = ", ".join(member.name for member in quorum.members if member is not evicted)
         if evicted is quorum.own:
             raise MembershipLost(
@@ -244,7 +236,7 @@ class CommitProtocol:
 
 def _check_names(quorum: Quorum) -> None:
     """Data are leased by name: of two islands of one name the later leaves."""
-    later = find_duplicate(quorum.members)
+    later = quorum.find_duplicate()
     if later is not None and later is quorum.own:
         raise MembershipLost(f"another island is called {later.name} too, and joined earlier. Give this one a name of its own.")
     if later is not None:

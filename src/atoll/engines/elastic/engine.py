@@ -208,11 +208,10 @@ class ElasticEngine:
         self._record_members(commit)
         rejected = [commit.names[rank] for rank in agreement.rejected]
         settled = self.leases.settle(commit.delivered, rejected)
-        self.accounting.record_round(commit, settled, self.steps_taken, number)
         self.leases.lease(commit.names)
         self.leases.check()
         self._digest = self._compute_digest()
-        self.accounting.record_attendance(commit, settled, number, alive=alive, digest=self.digest)
+        self.accounting.record_round(commit, settled, self.steps_taken, number=number, alive=alive, digest=self.digest)
         if self.name in rejected:
             self.replica = self._make_replica()  # its optimizer moments are as unusable as its delta
 

@@ -11,7 +11,7 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -120,6 +120,35 @@ class Quorum:
     @property
     def others(self) -> dict[int, Member]:
         return {rank: member for rank, member in enumerate(self.members) if rank != self.rank}
+
+    def choose_eviction(self, suspects: Mapping[str, Collection[str]]) -> Member:
+        """The member with most faulty links, which leaves by itself. A link is faulty if either end reports it.
+
+        A link that is cut, that works one way only or that changes bits would stop a quorum for ever, since the lighthouse does not
+        know of it and forms the same quorum again. All members that can be queried choose the same member. On a tie an island
+        without the run's folder leaves, so that commits are still logged and saved; then the one that joined last.
+
+        >>> a, b, c = Member("a", "", True, 1.0), Member("b", "", False, 2.0), Member("c", "", False, 3.0)
+        >>> Quorum((a, b, c), 0, "").choose_eviction({"a": ["b"], "c": ["b"]}).name  # no island reaches b
+        'b'
+        >>> Quorum((a, b, c), 0, "").choose_eviction({"a": ["b", "c"]}).name  # a reaches no island
+        'a'
+        >>> Quorum((a, b), 0, "").choose_eviction({"a": ["b"], "b": ["a"]}).name
+        'b'
+        """
+        links = {frozenset((one, other)) for one, others in suspects.items() for other in others if {one, other} <= {*self.names}}
+        return max(self.members, key=lambda m: (sum(m.name in link for link in links), not m.has_folder, m.joined_s, m.name))
+
+    def find_duplicate(self) -> Member | None:
+        """A member that joined later than another of the same name; None if all names differ.
+
+        >>> a, b, c = Member("a", "x:1", True, 1.0), Member("b", "x:2", True, 1.0), Member("a", "x:3", True, 2.0)
+        >>> Quorum((a, b), 0, "").find_duplicate(), Quorum((b, a, c), 0, "").find_duplicate() is c
+        (None, True)
+        """
+        by_age = sorted(self.members, key=lambda member: (member.joined_s, member.address))
+        names = [member.name for member in by_age]
+        return next((member for at, member in enumerate(by_age) if member.name in names[:at]), None)
 
 
 class Membership:
@@ -287,35 +316,3 @@ class QuorumMonitor:
                 # up nothing else.
                 with suppress(RuntimeError):
                     self._group.recv([torch.zeros(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-
-
-def choose_eviction(members: Sequence[Member], suspects: Mapping[str, Collection[str]]) -> Member:
-    """The member with most faulty links, which leaves by itself. A link is faulty if either end reports it.
-
-    A link that is cut, that works one way only or that changes bits would stop a quorum for ever, since the lighthouse does not
-    know of it and forms the same quorum again. All members that can be queried choose the same member. On a tie an island without
-    the run's folder leaves, so that commits are still logged and saved; then the one that joined last.
-
-    >>> a, b, c = Member("a", "", True, 1.0), Member("b", "", False, 2.0), Member("c", "", False, 3.0)
-    >>> choose_eviction([a, b, c], {"a": ["b"], "c": ["b"]}).name  # no island reaches b
-    'b'
-    >>> choose_eviction([a, b, c], {"a": ["b", "c"]}).name  # a reaches no island
-    'a'
-    >>> choose_eviction([a, b], {"a": ["b"], "b": ["a"]}).name
-    'b'
-    """
-    names = {member.name for member in members}
-    links = {frozenset((one, other)) for one, others in suspects.items() for other in others if {one, other} <= names}
-    return max(members, key=lambda m: (sum(m.name in link for link in links), not m.has_folder, m.joined_s, m.name))
-
-
-def find_duplicate(members: Sequence[Member]) -> Member | None:
-    """A member that joined later than another of the same name; None if all names differ.
-
-    >>> a, b, c = Member("a", "x:1", True, 1.0), Member("b", "x:2", True, 1.0), Member("a", "x:3", True, 2.0)
-    >>> find_duplicate([a, b]), find_duplicate([b, a, c]) is c
-    (None, True)
-    """
-    by_age = sorted(members, key=lambda member: (member.joined_s, member.address))
-    names = [member.name for member in by_age]
-    return next((member for at, member in enumerate(by_age) if member.name in names[:at]), None)

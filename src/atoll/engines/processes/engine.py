@@ -361,11 +361,8 @@ class ProcessEngine:
 
     def _restore_positions(self, saved: Sequence[tuple[int, int]], load: PartLoader) -> None:
         """The position in each shard is its first reader's; without a reader, the one that rank 0 saved."""
-        self._positions.from_parts(saved)
-        for shard in range(len(saved)):
-            read = load(f"read-{shard}", CheckpointPart({"position": (0, 1)}))
-            if read is not None:
-                self._positions.set(shard, read["position"])
+        read = [load(f"read-{shard}", CheckpointPart({"position": (0, 1)})) for shard in range(len(saved))]
+        self._positions.from_parts(old if new is None else new["position"] for old, new in zip(saved, read, strict=True))
 
 
 def _resized(saved: Sequence[T], fresh: Sequence[T]) -> list[T]:
