@@ -56,6 +56,16 @@ def test_imports_go_down_only(path):
             assert level_of(parts[1]) > level_of(home), f"{home} may not import {name}"
 
 
+def test_no_engine_imports_another():
+    """What two engines use lies above their folders, in `engines`."""
+    engines = {path.parent.name for path in (ROOT / "engines").glob("*/engine.py")}
+    assert engines == {"simulator", "processes", "elastic", "ray"}
+    for path in (path for path in FILES if path.parent.name in engines and path.parent.parent == ROOT / "engines"):
+        found = {name.split(".")[2] for name in imports_of(path) if name.startswith("atoll.engines.")}
+        others = (found & engines) - {path.parent.name}
+        assert not others, f"{path.relative_to(ROOT)} imports from {others}"
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if room_of(p) in PURE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_mathematics_knows_no_time_chance_or_transport(path):
     for name in imports_of(path):

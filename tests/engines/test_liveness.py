@@ -16,6 +16,7 @@ from atoll.engines.liveness import (
     FailureAttribution,
     Heartbeat,
     HeartbeatMonitor,
+    last_error,
     store_heartbeat,
 )
 
@@ -180,3 +181,19 @@ def test_a_timeout_is_news_at_first_and_when_it_has_changed_by_a_factor_of_2():
     assert not timeout.is_news()
     exchange(timeout, clock, 14.0)
     assert timeout.is_news()
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (["12:00:00 rank 1 of 2 on here, process 7", "error: an old one.", "error: the disk is full.", "bye"], "the disk is full"),
+        (["error: the disk is full.", "12:00:05 rank 1 of 2 on here, process 8, 1 thread(s)", "12:00:06 saved round 3"], ""),
+        (["error: the disk is full.", "12:00:05 island-0001 on here (cpu), process 8"], ""),
+        (None, ""),
+    ],
+)
+def test_the_last_error_of_a_log_is_from_after_the_last_start(tmp_path, lines, error):
+    log = tmp_path / "rank-1.log"
+    if lines is not None:
+        log.write_text("".join(f"{line}\n" for line in lines))
+    assert last_error(log) == error

@@ -82,6 +82,7 @@ class LocalReplica:
         self.has_trained = False  # false while it computes gradients only
         self.rule = optimizer
         self.cancelled: Callable[[], bool] = lambda: False  # asked before each step of `train`: whether to stop
+        self.on_step: Callable[[], object] = lambda: None  # called before each step of `train`
         self.batches = workload.batches
         self.optimizer = torch_optimizer(optimizer, *self.weights.decay_groups())
         self.stack_row: tuple[int, int] | None = None
@@ -134,6 +135,7 @@ class LocalReplica:
             for step, batch in enumerate(self.read_batches(steps - after, replace(work, start=work.start + after)), after):
                 if self.cancelled():
                     raise CancelledError("the engine no longer needs these steps")
+                self.on_step()
                 tokens += self.batches.tokens(batch)
                 self.weights.zero_gradient()
                 losses.append(self._backward(batch))

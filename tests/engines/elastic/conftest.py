@@ -144,7 +144,7 @@ def _frozen_garbage():
 def _fast_heartbeats(monkeypatch):
     """Islands register and poll more often, and count as dead sooner."""
     monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(rendezvous, "SILENT_S", 1.0)
+    monkeypatch.setattr(rendezvous, "UNREGISTERED_S", 1.0)
     monkeypatch.setattr(recovery, "_ALONE_S", 1.0)
     for module in (recovery, island_module):
         monkeypatch.setattr(module, "_POLL_S", 0.05)

@@ -99,7 +99,7 @@ def test_an_island_without_heartbeats_is_not_alive(store, monkeypatch):
     here.refresh()
     assert sorted(here.alive()) == ["gone", "here"]
     now_s = time.monotonic()
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s + rendezvous.SILENT_S + 1)
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s + rendezvous.UNREGISTERED_S + 1)
     here.refresh()
     assert sorted(here.alive()) == ["here"]
     gone.refresh()

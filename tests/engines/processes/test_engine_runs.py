@@ -45,11 +45,11 @@ def of(events, kind):
 # ------------------------------------------------------------------------------------------------------------ piece sizes
 
 
-def run_in_pieces(group, algorithm, workload, steps, piece_bytes):
-    """A run with messages of at most `piece_bytes`."""
+def run_in_chunks(group, algorithm, workload, steps, chunk_bytes):
+    """A run with messages of at most `chunk_bytes`."""
     context = context_of(group)
     own = dist.new_group(timeout=timedelta(seconds=60))
-    context.counterparts = GroupCollectives(own, timeout_s=60.0, piece_bytes=piece_bytes)
+    context.counterparts = GroupCollectives(own, timeout_s=60.0, chunk_bytes=chunk_bytes)
     engine, _ = engine_of(context, algorithm, workload, steps)
     finished = run_engine(engine)
     params = engine.params().copy()
@@ -61,8 +61,8 @@ def run_in_pieces(group, algorithm, workload, steps, piece_bytes):
 def test_small_pieces_change_no_bit(four, algorithm):
     workload, steps = Regression(hidden=3, batches=RegressionBatches(num_shards=3)), 2 * algorithm.steps_per_round
     expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=3), workload=workload)
-    for piece_bytes in (1, 12):  # one element, and three of a tensor's fifteen
-        results = four.run(run_in_pieces, algorithm, workload, steps, piece_bytes, size=3)
+    for chunk_bytes in (1, 12):  # one element, and three of a tensor's fifteen
+        results = four.run(run_in_chunks, algorithm, workload, steps, chunk_bytes, size=3)
         assert all(params.equal(expected.params) for params, _ in results)
         assert results[0][1].sent_bytes_per_island == expected.finished.sent_bytes_per_island
 

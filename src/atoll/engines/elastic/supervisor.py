@@ -21,7 +21,7 @@ from atoll.core.events import from_json
 from atoll.core.protocols import Sink
 from atoll.engines.elastic.rendezvous import free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.processes.launch import last_error
+from atoll.engines.liveness import last_error
 from atoll.engines.run_lifecycle import RunTask
 from atoll.runs.folder import RunFolder
 from atoll.telemetry.sinks import Fanout

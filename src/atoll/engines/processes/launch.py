@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -20,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.engines.liveness import PEER_MISSING
+from atoll.engines.liveness import PEER_MISSING, last_error
 from atoll.engines.processes.rank import rank_log_path, run_rank
 from atoll.engines.processes.spec import Processes
 from atoll.engines.run_lifecycle import Result, RunRequest
@@ -137,17 +136,3 @@ def _consequence(failure: ProcessFailure, first_s: float) -> int:
         by_the_agent = failure.exitcode == -signal.SIGTERM or failure.timestamp - first_s >= _SHUTDOWN_S - 1  # in whole seconds
         return 3 if by_the_agent else 0
     return 2 if failure.exitcode == PEER_MISSING else 1
-
-
-def last_error(log: Path) -> str:
-    """The error that a process ended with, from its log. What it wrote before its last start is ignored."""
-    for line in reversed(log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []):
-        if line.startswith("error: "):
-            return line.removeprefix("error: ").rstrip(".")
-        if _STARTED.match(line):
-            break
-    return ""
-
-
-_STARTED = re.compile(r"\S+ (rank \d+ of \d+ on |\S+ on \S+ \(.*\), process )")
-"""The first line that a rank, or an island of an elastic run, writes."""
