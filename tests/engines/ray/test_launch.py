@@ -8,7 +8,7 @@ import pytest
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
-from atoll.engines.ray.hub_storage import wait_for_former_hub
+from atoll.engines.ray.hub_checkpoints import wait_for_former_hub
 from atoll.engines.ray.launch import RayDriver
 from atoll.engines.ray.spec import Ray
 from atoll.engines.run_lifecycle import RunTask, resume

@@ -24,6 +24,7 @@ from atoll.engines.liveness import PEER_MISSING
 from atoll.engines.processes.rank import rank_log_path, run_rank
 from atoll.engines.processes.spec import Processes
 from atoll.engines.run_lifecycle import Result, RunRequest
+from atoll.engines.spec import started_by_torchrun
 
 _SHUTDOWN_S = 5
 """The agent kills processes this long after it has asked them to end; newer versions of torch take it as a setting."""
@@ -37,7 +38,7 @@ class ProcessFailed(AtollError):
 def start(request: RunRequest) -> Result | None:
     """Be one rank where torchrun started this process; else start all ranks on this machine and wait for them."""
     spec = request.spec
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # torchrun, or a launcher with the same variables, started this process
+    if started_by_torchrun():
         started = int(os.environ["WORLD_SIZE"])
         if isinstance(spec, Processes) and spec.processes not in (None, started):
             raise ConfigError(f"--processes {spec.processes}, but torchrun started {started}. Leave out --processes.")
