@@ -165,7 +165,7 @@ def show_result(folder: Path, *, as_json: bool) -> None:
 
 def sinks_of(run: Run, spec: EngineSpec, *, quiet: bool, title: str | None = None) -> list[Sink]:
     """The progress display of this process. Where this command starts ranks, rank 0 has the display."""
-    if quiet or (spec.ranks_show_progress and processes_started() == 1):
+    if quiet or (spec.runs_on_ranks and processes_started() == 1):
         return []
     cluster, who = run.cluster, None
     if run.inside is None and cluster.devices_per_island > 1:  # events count each device as an island

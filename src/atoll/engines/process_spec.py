@@ -16,7 +16,7 @@ class ProcessSpec:
 
     name: ClassVar[str]
     stops_processes: ClassVar[bool] = True
-    ranks_show_progress: ClassVar[bool] = False
+    runs_on_ranks: ClassVar[bool] = False
     processes: int | None
     step_delay: float | None
 

@@ -15,7 +15,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
@@ -34,7 +34,7 @@ from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.simulator.spec import Simulator
-from atoll.engines.spec import EngineSpec, read_spec, saved_spec, write_spec
+from atoll.engines.spec import EngineSpec, read_spec, refuse_torchrun, saved_spec, write_spec
 from atoll.engines.warm_start_training import Cache, Prepared, RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder, default_path, write_text
@@ -109,7 +109,13 @@ class RunTask(RunInputs):
 
     def reopen(self) -> Result:
         """The result of a finished run, from its folder."""
-        return RunResults(self).reopen()
+        buffers = read_tensors(self.folder.final_buffers)[0] if self.folder.final_buffers.exists() else {}
+        evaluator = Evaluator(self.preparation.single_shard, dtype=dtype_of(self.run.resolved))
+        return RunResults(self).result(evaluator, load_tree(self.folder.final), buffers)
+
+    def injecting(self, without: Any = None) -> AbstractContextManager[Any]:
+        """Injects the user's faults while the context is open; yields `without` if there are none."""
+        return nullcontext(without) if self.faults is None else self.faults.attach(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +126,6 @@ class RunRequest(RunInputs):
     spec: EngineSpec | None
     out: Path | None
     command: Sequence[str] = ()
-
-    @property
-    def shows_progress(self) -> bool:
-        """Whether the user watches: processes that are started for the run show their progress too."""
-        return self.log is not discard
 
     @contextmanager
     def open(self) -> Iterator[RunTask]:
@@ -235,6 +236,8 @@ def _launch(
     request = RunRequest(
         run=run, spec=engine, out=path, workload=workload, sinks=sinks, command=line, log=log, cache=cache, faults=faults
     )
+    if not spec.runs_on_ranks:
+        refuse_torchrun(spec)
     start: Callable[[RunRequest], Result | None] = import_module(f"atoll.engines.{spec.name}.launch").start
     return start(request)
 
@@ -303,12 +306,6 @@ class RunResults:
         write_text(self.folder.summary, summary.to_json() + "\n")
         return Result(summary, evaluator.module, params, self.folder.path)
 
-    def reopen(self) -> Result:
-        """The result of a finished run, without training."""
-        buffers = read_tensors(self.folder.final_buffers)[0] if self.folder.final_buffers.exists() else {}
-        evaluator = Evaluator(self.task.preparation.single_shard, dtype=dtype_of(self.run))
-        return self.result(evaluator, load_tree(self.folder.final), buffers)
-
     def note(self, what: str, **figures: float) -> None:
         """Append figures that depend on the machine to a file of their own."""
         try:
@@ -322,9 +319,6 @@ class RunResults:
 
 class Engine(Protocol):
     """What the driver asks of an engine. Only the engine's own driver knows what it saves and how it continues from that."""
-
-    @property
-    def steps(self) -> int: ...
 
     @property
     def steps_taken(self) -> int: ...
@@ -369,18 +363,14 @@ class Driver(ABC, Generic[E]):
     def open_engine(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> AbstractContextManager[E]:
         """The engine, and what it holds while it trains. Only the process that leads has an evaluator."""
 
-    @abstractmethod
     def restore(self, engine: E, checkpoint: Checkpoint) -> None:
         """Have the engine continue from a checkpoint."""
 
-    @abstractmethod
-    def write_checkpoint(self, engine: E, metadata: Mapping[str, Any]) -> None: ...
+    def write_checkpoint(self, engine: E, metadata: Mapping[str, Any]) -> None:
+        """Save what the engine needs to continue."""
 
     def newest_checkpoint(self) -> Checkpoint | None:
         return self.checkpoints.newest()
-
-    def make_evaluator(self, workload: Workload) -> Evaluator:
-        return Evaluator(workload, device_of(self.run), dtype_of(self.run))
 
     def make_warm_start(self, sink: Sink, *, resuming: bool) -> WarmStart:
         """The weights of the start: trained by one replica, or read from the folder or the cache."""
@@ -396,12 +386,12 @@ class Driver(ABC, Generic[E]):
                 self.results.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
                 sink = stack.enter_context(Fanout(self.open_sinks(checkpoint)))
             prepared = self.prepare(sink, checkpoint)
-            evaluator = self.make_evaluator(prepared.workload) if self.leads else None
+            evaluator = Evaluator(prepared.workload, device_of(self.run), dtype_of(self.run)) if self.leads else None
             with self.open_engine(prepared, evaluator, sink) as engine:
                 if checkpoint is not None:
                     self.restore(engine, checkpoint)
                     note = f"from round {checkpoint.round}"
-                    sink.emit(Progress(phase="resume", done=engine.steps_taken, total=engine.steps, note=note))
+                    sink.emit(Progress(phase="resume", done=engine.steps_taken, total=self.run.train.steps, note=note))
                 with closing(engine.train()) as checkpoints_due:  # type: ignore[type-var]
                     for _ in checkpoints_due:
                         self._save(engine, prepared.origin, sink)

@@ -30,7 +30,7 @@ class EngineSpec(Protocol):
     name: ClassVar[str]
     resizable: ClassVar[bool]  # another number of islands may resume a run
     stops_processes: ClassVar[bool]  # the command that starts a run stops its processes, also on SIGTERM
-    ranks_show_progress: ClassVar[bool]  # the processes that a command starts show the progress, not the command
+    runs_on_ranks: ClassVar[bool]  # its processes are ranks, which torchrun may start; rank 0 shows the progress
 
     def fitted(self, run: Run) -> Run:
         """The run with the islands that this engine will have. Raises ConfigError if the engine cannot carry it out."""

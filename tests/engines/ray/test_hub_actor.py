@@ -72,7 +72,7 @@ class HubFolder:
 
         monkeypatch.setattr(Checkpoints, "save", save_checkpoint)
         monkeypatch.setattr(JsonlSink, "emit", emit_event)
-        monkeypatch.setattr("atoll.engines.ray.hub_actor.lock_folder", lambda folder: None)  # hubs of a test share this process
+        monkeypatch.setattr("atoll.engines.ray.hub_actor.lock_folder", lambda *_: None)  # hubs of a test share this process
 
     @property
     def events(self):

@@ -4,6 +4,7 @@ import fcntl
 import os
 import threading
 from dataclasses import replace
+from functools import partial
 from threading import Condition
 from types import SimpleNamespace
 
@@ -130,14 +131,14 @@ def test_rounds_after_a_checkpoint_are_counted_without_a_truncated_last_line(tmp
 def test_a_hub_waits_until_the_former_hub_has_ended(tmp_path):
     before = os.open(tmp_path / "hub.lock", os.O_WRONLY | os.O_CREAT)
     fcntl.flock(before, fcntl.LOCK_EX)
-    waiting = threading.Thread(target=lock_folder, args=(tmp_path,))
+    waiting = threading.Thread(target=lambda: os.close(lock_folder(tmp_path, partial(log_line, tmp_path))))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
     os.close(before)
     waiting.join(20)
     assert not waiting.is_alive()
-    assert "waits for another hub" in (tmp_path / "logs" / "hub.log").read_text()
+    assert "waiting for the hub of an earlier command" in (tmp_path / "logs" / "hub.log").read_text()
 
 
 def test_a_hub_continues_if_its_log_cannot_be_written(tmp_path):

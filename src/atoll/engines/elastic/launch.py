@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,14 +32,13 @@ from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
 from atoll.engines.liveness import exit_with
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
-from atoll.engines.spec import refuse_torchrun, with_settings, write_spec
+from atoll.engines.spec import with_settings, write_spec
 from atoll.runs.run import Run, precision_notice
 from atoll.runs.validation import check_devices_share_batch
 from atoll.telemetry.sinks import Fanout
 
 
 def start(request: RunRequest) -> Result:
-    refuse_torchrun(Elastic())
     if request.workload is not None:
         raise ConfigError(
             "a user's workload lives in this process, and the islands that it starts would not have it. Use --engine processes "
@@ -87,8 +86,7 @@ def supervise(task: RunTask) -> None:
     with Fanout(list(task.sinks)) as sink:
         if task.run.train.warm_start_steps:  # once, before the islands that all start from it
             task.preparation.warm_start(task.folder.warm_start, sink)
-        injected = task.faults.attach(task) if task.faults is not None else nullcontext(ProcessHooks())
-        with injected as hooks:
+        with task.injecting(ProcessHooks()) as hooks:
             supervisor = Supervisor(task, sink, hooks)
             task.log(hooks.joining or joining_line(supervisor.address))
             supervisor.run()

@@ -23,7 +23,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.engines.liveness import PEER_MISSING
 from atoll.engines.processes.rank import rank_log_path, run_rank
 from atoll.engines.processes.spec import Processes
-from atoll.engines.run_lifecycle import Result, RunRequest
+from atoll.engines.run_lifecycle import Result, RunRequest, discard
 from atoll.engines.spec import started_by_torchrun
 
 _SHUTDOWN_S = 5
@@ -54,7 +54,7 @@ def start(request: RunRequest) -> Result | None:
         replace(task.spec, processes=processes).fitted(task.run)  # refuse now what the ranks would refuse
         folder = task.folder.path
     # The lock is free again: rank 0 takes it.
-    launch(processes, ["run", "--resume", str(folder), *([] if request.shows_progress else ["--quiet"])], folder)
+    launch(processes, ["run", "--resume", str(folder), *(["--quiet"] if request.log is discard else [])], folder)
     return task.reopen()
 
 

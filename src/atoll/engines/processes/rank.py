@@ -45,7 +45,7 @@ from atoll.engines.warm_start_training import Prepared, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run, device_of, dtype_of, precision_notice
+from atoll.runs.run import Run, device_of, precision_notice
 from atoll.runs.workloads import partitioned_by_weights
 
 _PLAN = "plan"
@@ -284,9 +284,6 @@ class RankDriver(Driver[ProcessEngine]):
             self._log(f"rank 0 broadcast its weights: {mine.flat.nbytes} bytes to each rank")
             warm = replace(warm, params=mine.to(warm.params.flat.device))
         return warm
-
-    def make_evaluator(self, workload: Workload) -> Evaluator:
-        return Evaluator(workload, self._device, dtype_of(self.run))
 
     @contextmanager
     def open_engine(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> Iterator[ProcessEngine]:

@@ -25,7 +25,7 @@ class Processes(ProcessSpec):
     name: ClassVar[str] = "processes"
     resizable: ClassVar[bool] = True
     stops_processes: ClassVar[bool] = False  # torchrun's agent stops the ranks
-    ranks_show_progress: ClassVar[bool] = True
+    runs_on_ranks: ClassVar[bool] = True
 
     processes: int | None = None
     step_delay: float | None = None

@@ -4,8 +4,8 @@ Ray serves each call in a thread of its own. A delta is in this machine's memory
 delta is received while this one is applied. Weights are published when a worker pulls them, once per version. Two threads keep
 time: one closes grace windows and reports the load, one writes checkpoints.
 
-When the hub's process dies, Ray starts another. It resumes from the newest checkpoint, truncates the event log to it, and reports
-what was lost. An exception may leave the state inconsistent: it ends the run, and no checkpoint is written after it.
+When the hub's process dies, Ray starts another, which resumes from the newest checkpoint. An exception may leave the state
+inconsistent: it ends the run, and no checkpoint is written after it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ class HubProcess:
         torch.set_num_threads(spec.run.cluster.threads_per_island)
         msg.ignore_read_only_warning()
         self._spec = spec
-        lock_folder(spec.folder)
+        lock_folder(spec.folder, partial(log_line, spec.folder))  # until this process ends
         log_line(spec.folder, f"hub on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         self._epoch = secrets.randbits(48)
         self._load, self._publisher = LoadMeter(), WeightPublisher(put or bootstrap.library().put)

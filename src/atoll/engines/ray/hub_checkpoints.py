@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -41,35 +42,25 @@ def log_line(folder: Path, text: str) -> None:
             file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
 
-def lock_folder(folder: Path) -> None:
-    """Waits until no other hub works in the run's folder, and locks it for the lifetime of this process."""
-    lock = os.open(folder / _HUB_LOCK, os.O_WRONLY | os.O_CREAT, 0o644)  # open until the process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # the hub of a killed command ends one or two seconds after it
-        log_line(folder, "this hub waits for another hub of the run, which still holds the lock")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-
-def wait_for_former_hub(folder: Path, *, timeout_s: float, log: Callable[[str], object]) -> None:
-    """Wait until the hub of an earlier command has ended: until then it may write the log and a newer checkpoint. Raises
-    ExchangeFailed if it holds the lock after `timeout_s` seconds."""
-    began_s, logged = time.monotonic(), False
-    with open(folder / _HUB_LOCK, "a", encoding="utf-8") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                if time.monotonic() - began_s >= timeout_s:
-                    raise ExchangeFailed(
-                        f"the hub of an earlier command still holds {folder}, after {timeout_s:g} s (engine.hub_timeout_s). "
-                        f"Its process is in logs/{_HUB_LOG}: end it, and resume."
-                    ) from error
-            if not logged:
-                log("waiting for the hub of an earlier command to end")
-                logged = True
-            time.sleep(_POLL_S)
+def lock_folder(folder: Path, log: Callable[[str], object], timeout_s: float = math.inf) -> int:
+    """Waits until the hub of an earlier command has ended: until then it may write the log and a newer checkpoint. Returns a file
+    that holds the lock while it is open. Raises ExchangeFailed after `timeout_s` seconds."""
+    began_s, lock, logged = time.monotonic(), os.open(folder / _HUB_LOCK, os.O_WRONLY | os.O_CREAT, 0o644), False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError as error:
+            if time.monotonic() - began_s >= timeout_s:
+                os.close(lock)
+                raise ExchangeFailed(
+                    f"the hub of an earlier command still holds {folder}, after {timeout_s:g} s (engine.hub_timeout_s). Its "
+                    f"process is in logs/{_HUB_LOG}: end it, and resume."
+                ) from error
+        if not logged:
+            log("waiting for the hub of an earlier command to end")
+            logged = True
+        time.sleep(_POLL_S)
 
 
 def rounds_after(folder: RunFolder, after: int) -> LostRounds:

@@ -6,9 +6,10 @@ machine, writes the event log and the checkpoints. Workers need nothing but the 
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 import torch
@@ -20,12 +21,11 @@ from atoll.core.serialization import save_tree
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.engine import RayEngine
-from atoll.engines.ray.hub_checkpoints import INITIAL_WEIGHTS, rounds_after, wait_for_former_hub
+from atoll.engines.ray.hub_checkpoints import INITIAL_WEIGHTS, lock_folder, rounds_after
 from atoll.engines.ray.messages import HubProcessSpec, LostRounds, dtype_name, tree_bytes
 from atoll.engines.ray.spec import Ray, gpus_per_worker
 from atoll.engines.ray.worker import WorkerProcessSpec
 from atoll.engines.run_lifecycle import Driver, Result, RunRequest, RunTask
-from atoll.engines.spec import refuse_torchrun
 from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run import Run, device_of
@@ -37,7 +37,6 @@ _PUBLISHED = 8
 
 
 def start(request: RunRequest) -> Result | None:
-    refuse_torchrun(Ray())
     bootstrap.check_installed()
     if request.run is not None and isinstance(request.spec, Ray):
         if request.spec.address is not None:
@@ -75,7 +74,7 @@ class RayDriver(Driver[RayEngine]):
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """The newest, when no earlier hub writes the log and a checkpoint any more. Workers compute the rounds after it again."""
-        wait_for_former_hub(self.folder.path, timeout_s=self._spec.hub_timeout_s, log=self.task.log)
+        os.close(lock_folder(self.folder.path, self.task.log, self._spec.hub_timeout_s))
         checkpoint = super().newest_checkpoint()
         self._lost = rounds_after(self.folder, checkpoint.metadata["events_bytes"] if checkpoint else 0)
         if checkpoint is None and self._lost.rounds:
@@ -96,18 +95,12 @@ class RayDriver(Driver[RayEngine]):
         self.event_log.close()  # from now on the hub writes it
         receivers = [receiver for receiver in sink.sinks if receiver is not self.event_log]
         # Faults are reverted before the stack closes the engine, which asks the hub to save.
-        with self._cluster(params) as ray, ExitStack() as stack, self._faults() as faults:
+        with self._cluster(params) as ray, ExitStack() as stack, self.task.injecting() as faults:
             shown = Fanout([*receivers, *([] if faults is None else [faults])])
             worker = self._worker_spec(ray, params)
             engine = RayEngine(ray=ray, hub=hub, worker=worker, evaluate=evaluator, sink=shown, log=self.task.log)
             stack.push(lambda kind, error, trace: engine.close(save=kind is not None))
             yield engine
-
-    def restore(self, engine: RayEngine, checkpoint: Checkpoint) -> None:
-        pass
-
-    def write_checkpoint(self, engine: RayEngine, metadata: Mapping[str, Any]) -> None:
-        pass
 
     def _cluster(self, params: Tree) -> AbstractContextManager[Any]:
         if self._spec.address is not None:
@@ -115,9 +108,6 @@ class RayDriver(Driver[RayEngine]):
         store_bytes = (_PUBLISHED + self._slots) * params.nbytes
         gpus = torch.cuda.device_count() if device_of(self.run) == "cuda" else 0
         return bootstrap.own_ray(cpus=self._slots + 2, gpus=gpus, store_bytes=store_bytes, folder=self.folder.path)
-
-    def _faults(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.task.faults is None else self.task.faults.attach(self.task)
 
     def _worker_spec(self, ray: Any, params: Tree) -> WorkerProcessSpec:
         run, spec, workload = self.run, self._spec, self.task.workload

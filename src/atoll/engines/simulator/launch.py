@@ -14,8 +14,6 @@ from atoll.engines.run_lifecycle import Driver, Result, RunRequest
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.engine import SimEngine, SimSetup
-from atoll.engines.simulator.spec import Simulator
-from atoll.engines.spec import refuse_torchrun
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
@@ -23,7 +21,6 @@ from atoll.runs.run import Run, device_of, precision_notice
 
 
 def start(request: RunRequest) -> Result | None:
-    refuse_torchrun(Simulator())
     with request.open() as task:
         if task.finished:
             return task.reopen()

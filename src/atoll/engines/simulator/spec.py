@@ -15,7 +15,7 @@ class Simulator:
     name: ClassVar[str] = "simulator"
     resizable: ClassVar[bool] = False
     stops_processes: ClassVar[bool] = False
-    ranks_show_progress: ClassVar[bool] = False
+    runs_on_ranks: ClassVar[bool] = False
 
     def fitted(self, run: Run) -> Run:
         return run
