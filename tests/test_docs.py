@@ -24,6 +24,7 @@ from atoll.cli.recipe_settings import run_of, spec_with
 from atoll.core.config.overrides import override
 from atoll.core.events import KINDS, RoundFinished
 from atoll.data.text import Text
+from atoll.engines.elastic import launch as elastic_launch
 from atoll.engines.elastic.spec import check_address
 from atoll.engines.simulator.spec import Simulator
 from atoll.engines.spec import spec_named, write_spec
@@ -74,8 +75,8 @@ def understood(monkeypatch, capsys, tmp_path):
 
     for name in ("list_recipes", "show_recipe", "report_run", "generate_text", "export_model", "prepare_data", "replay_folder"):
         monkeypatch.setattr(commands, name, stand_in(commands, name))
-    for name in ("compare_runs", "join_run"):
-        monkeypatch.setattr(run_command, name, stand_in(run_command, name))
+    monkeypatch.setattr(run_command, "compare_runs", stand_in(run_command, "compare_runs"))
+    monkeypatch.setattr(elastic_launch, "join_run", stand_in(elastic_launch, "join_run"))
     monkeypatch.setattr(run_command, "carry_out", lambda options, faults=None: calls.append(("run", vars(options))) or tmp_path)
     monkeypatch.setattr(RunFaults, "report", lambda *_: SimpleNamespace(rows=list))
     monkeypatch.chdir(tmp_path)

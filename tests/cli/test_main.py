@@ -371,7 +371,7 @@ def test_a_run_that_was_not_begun_when_it_was_interrupted_is_not_said_to_go_on(a
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atoll.engines.run_lifecycle.load_data", interrupted)
+    monkeypatch.setattr("atoll.engines.warm_start_training.load_data", interrupted)
     code, _, err = atoll("run", "demo-diloco", "--out", tmp_path / "run")
     assert (code, err) == (130, "interrupted before the run began.\n")
 

@@ -114,7 +114,7 @@ def test_a_joiner_says_how_long_it_looks_for_the_run(monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", end)  # which would end the tests
     monkeypatch.setenv("RUST_LOG", "warn")
     with pytest.raises(SystemExit, match="130"):
-        launch.join_run("127.0.0.1:29400", None)
+        launch.join_run("127.0.0.1:29400", ())
     assert "looking for the run at 127.0.0.1:29400 for at most 3600 s; Ctrl-C ends it" in capsys.readouterr().err
     assert asked == [3600.0]
 

@@ -34,13 +34,11 @@ def test_what_is_no_run_is_refused_before_there_is_a_folder(given, said, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_no_folder_is_refused(tmp_path):
+def test_what_is_no_folder_is_refused():
     with pytest.raises(ConfigError, match=r"out=1 is not text"):
         run_lifecycle.run(RUN, out=1)
     with pytest.raises(ConfigError, match=r"out is a Run, not text"):
         run_lifecycle.resume(RUN)
-    with pytest.raises(ConfigError, match=r"expected='demo-diloco' is not a Run"):
-        run_lifecycle.resume(tmp_path, expected="demo-diloco")
 
 
 class NoLoss:

@@ -17,10 +17,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from atoll import recipes
-from atoll.cli.recipe_settings import PRESETS, EngineSettings, check_imported, run_of, spec_with
+from atoll.cli.recipe_settings import PRESETS, check_imported, run_of, spec_with
 from atoll.core.config.json_records import to_json
 from atoll.core.config.setting_paths import describe
-from atoll.engines.spec import spec_named
+from atoll.engines.spec import EngineSettings, spec_named
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import candidates
 from atoll.telemetry import compare as comparing

@@ -134,9 +134,11 @@ def run(
     ] = None,
 ) -> None:
     """Run a recipe on an engine, resume a run, or join an elastic run. Under torchrun, use --engine processes."""
-    from atoll.cli.run_command import carry_out, join_run
+    from atoll.cli.run_command import carry_out
 
     if join is not None:
+        from atoll.engines.elastic.launch import join_run
+
         join_run(join, options.settings, [name for name in _given(context) if name not in ("--join", "--set")])
         return
     if elastic and options.engine not in (None, "elastic"):

@@ -196,6 +196,6 @@ def run_on_processes(
     context = context_of(group, devices, inside=inside is not None)
     engine, sink = engine_of(context, algorithm, workload, steps, inner, inside)
     finished = run_engine(engine)
-    params = engine.params().copy()
+    params = engine.params.copy()
     engine.close()
     return ProcessRun(params, finished, sink.events)

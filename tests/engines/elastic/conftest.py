@@ -16,9 +16,8 @@ from atoll.engines.elastic.island import IslandProcess
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.run_lifecycle import RunRequest
-from atoll.engines.warm_start_training import Cache, get_warm_start, load_data
+from atoll.engines.warm_start_training import RunPreparation
 from atoll.runs.folder import RunFolder
-from atoll.runs.workloads import single_shard_workload
 from atoll.telemetry import read_events
 from atoll.testing.chaos.faults import FaultScript
 from atoll.testing.chaos.update_faults import interpose_update_faults
@@ -63,9 +62,8 @@ class ThreadedRun:
         self.something_logged = threading.Condition()
         self.waits = {}
         """By island and round: after that commit, the island waits until a line is logged that begins like this."""
-        resolved = run.resolved  # the warm start comes before the islands: threads share their random numbers
-        plain = single_shard_workload(resolved, load_data(resolved, Cache()))
-        get_warm_start(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
+        # The warm start comes before the islands: threads share their random numbers.
+        RunPreparation(run.resolved).warm_start(RunFolder(self.folder).warm_start, Recorder())
         fast = replace(spec, quorum_timeout_s=30.0, heartbeat_timeout_s=0.8)
         self.rendezvous = Rendezvous(replace(self.join_info, spec=fast), f"{HOST}:0")
 

@@ -25,8 +25,8 @@ from atoll.engines.elastic.leader_event_log import (
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.run_lifecycle import Driver, RunRequest, RunTask
-from atoll.engines.warm_start_training import WarmStart
+from atoll.engines.run_lifecycle import RunRequest, RunResults, RunTask
+from atoll.engines.warm_start_training import Prepared, WarmStart
 from atoll.runs.folder import RunFolder
 from atoll.telemetry import read_events
 
@@ -103,8 +103,8 @@ class Island:
                 pass
         self.engine, self.commit_log, self.evaluator, self.logged = Engine(), CommitLog(), Evaluator(), []
         self.folder, warm = RunFolder(folder), WarmStart(self.engine.params, 0, 1.0)
-        driver = Driver(RunTask(run=run, spec=Elastic(processes=1), folder=self.folder, log=self.logged.append))
-        self.leader_log = LeaderLog(driver, warm, self.evaluator, ORIGIN, self.commit_log)
+        results = RunResults(RunTask(run=run, spec=Elastic(processes=1), folder=self.folder, log=self.logged.append))
+        self.leader_log = LeaderLog(results, Prepared(None, warm, ORIGIN), self.evaluator, self.commit_log)
 
     def commit(self, number, epoch, *, leader="a"):
         self.engine.reach(number, epoch)

@@ -52,7 +52,7 @@ def run_in_chunks(group, algorithm, workload, steps, chunk_bytes):
     context.counterparts = GroupCollectives(own, timeout_s=60.0, chunk_bytes=chunk_bytes)
     engine, _ = engine_of(context, algorithm, workload, steps)
     finished = run_engine(engine)
-    params = engine.params().copy()
+    params = engine.params.copy()
     engine.close()
     return params, finished
 
@@ -88,7 +88,7 @@ def run_and_record_reads(group, algorithm, workload, steps):
     engine, _ = engine_of(context_of(group), algorithm, workload, steps)
     workload.batches.read.clear()
     run_engine(engine)
-    params, read = engine.params().copy(), list(workload.batches.read)
+    params, read = engine.params.copy(), list(workload.batches.read)
     read.remove((0, 0))
     engine.close()
     return params, read
@@ -230,7 +230,7 @@ def run_free(group, algorithm, workload, steps):
     engine, sink = engine_of(context_of(group), algorithm, workload, steps)
     finished = run_engine(engine)
     own = engine.parts()[f"own-{engine.context.rank}"].value
-    params = engine.params().copy()
+    params = engine.params.copy()
     engine.close()
     return params, finished, sink.events, engine.round, engine.steps_taken, own["pending_tokens"]
 

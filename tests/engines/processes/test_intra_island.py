@@ -63,7 +63,7 @@ def run_and_count(group, algorithm, workload, steps, inside=None, devices=1):
     before = engine.context.counterparts.sent_bytes
     finished = run_engine(engine)
     sent_bytes = engine.context.counterparts.sent_bytes - before
-    params = engine.params().copy()
+    params = engine.params.copy()
     engine.close()
     return params, finished, sink.events, sent_bytes
 

@@ -92,7 +92,7 @@ def taking_part(group, folder, kind, stop=None, workload=WORKLOAD, machines=1, r
     if found is not None:
         engine.restore(found.metadata["engine"], checkpoints.loader(found, engine.parts()))
     rank, parts = world.rank, engine.parts()
-    begun, slices = engine.params().copy(), [tree.copy() for tree in trees(parts["sharded"].value)]
+    begun, slices = engine.params.copy(), [tree.copy() for tree in trees(parts["sharded"].value)]
     replica = copy.deepcopy(parts[f"replica-{rank}"].value["optimizer"]) if inside is None else None
     before = parts[f"read-{rank}"].value["position"]
     try:
@@ -100,7 +100,7 @@ def taking_part(group, folder, kind, stop=None, workload=WORKLOAD, machines=1, r
     except Stop:
         finished = None
     after = engine.parts()[f"read-{rank}"].value["position"]
-    told = Told(begun, slices, replica, (before, after), engine.params().copy(), finished, timeless(sink.events), saved)
+    told = Told(begun, slices, replica, (before, after), engine.params.copy(), finished, timeless(sink.events), saved)
     engine.close()
     return told._replace(parts={name: part.value for name, part in saved.items()})
 

@@ -8,7 +8,7 @@ import pytest
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
-from atoll.engines.ray.hub_storage import wait_for_former_hub
+from atoll.engines.ray.hub_checkpoints import lock_folder
 from atoll.engines.ray.launch import RayDriver
 from atoll.engines.ray.spec import Ray
 from atoll.engines.run_lifecycle import RunTask, resume
@@ -54,8 +54,8 @@ def test_a_driver_that_waits_for_a_hub_logs_it_once_and_holds_nothing_afterwards
         logged.append(line)
         os.close(hub)
 
-    wait_for_former_hub(folder.path, timeout_s=20.0, log=log)
-    wait_for_former_hub(folder.path, timeout_s=20.0, log=logged.append)
+    os.close(lock_folder(folder.path, log, 20.0))
+    os.close(lock_folder(folder.path, logged.append, 20.0))
     assert len(logged) == 1
 
 

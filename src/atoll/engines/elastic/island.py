@@ -26,15 +26,14 @@ from atoll.engines.elastic.rendezvous import Registry
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, query_islands
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
-from atoll.engines.run_lifecycle import Driver, RunTask, digest_without_islands
+from atoll.engines.run_lifecycle import RunResults, RunTask
 from atoll.engines.training_setup import loss_of, replica_of
-from atoll.engines.warm_start_training import Cache, WarmStart, get_warm_start, load_data
+from atoll.engines.warm_start_training import RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
-from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import device_of, dtype_of
 from atoll.runs.validation import check_devices_share_batch
-from atoll.runs.workloads import data_fingerprint, partitioned_by_weights, sharded_workload, single_shard_workload
+from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout
 
 _POLL_S, _QUERY_S = 0.2, 1.0
@@ -82,34 +81,30 @@ class IslandProcess:
 
     def _set_up(self, limit_s: float, interpose: Interpose | None) -> None:
         """Load the data, and build the engine, the leader log and the recovery."""
-        run, folder, cache = self._run, self._folder, Cache()
-        data = load_data(run, cache)
-        plain = single_shard_workload(run, data)
+        run, folder, preparation = self._run, self._folder, RunPreparation(self._run)
         if folder is None and partitioned_by_weights(run):
             raise ConfigError(
                 f"{self._name} joins from another machine, and this run's data are partitioned by the weights of its warm start, "
                 f"which are in the run's folder. Use data.partition=random, or start all islands on the machine with the folder."
             )
         if folder is not None:
-            warm = get_warm_start(run, plain, file=folder.warm_start, cache=None, sink=Fanout([]))
+            warm = preparation.warm_start(folder.warm_start, Fanout([]))
         else:  # a joiner fetches the weights
-            warm = WarmStart(initial_weights(plain, device_of(run), dtype_of(run)), 0, math.nan)
-        workload = sharded_workload(run, data, warm.params)
-        origin = {"run": digest_without_islands(run), "data": data_fingerprint(workload)}
-        number = _island_number(self._name)
+            warm = WarmStart(preparation.initial_weights(), 0, math.nan)
+        prepared = preparation.prepared(warm, resizable=self._spec.resizable)
+        workload, number = prepared.workload, _island_number(self._name)
         (device, *more_devices), loss = self._claim_devices(number), loss_of(run, workload)
         self._leader_log: LeaderLog | None = None
         if folder is not None:
-            driver = Driver(RunTask(run=run, spec=self._spec, folder=folder, log=self._log, cache=cache))
-            self._leader_log = LeaderLog(driver, warm, Evaluator(workload, device, dtype_of(run)), origin, self._commit_log)
-        self._origin = {**origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
+            results = RunResults(RunTask(run=run, spec=self._spec, folder=folder, log=self._log, cache=preparation.cache))
+            self._leader_log = LeaderLog(results, prepared, Evaluator(workload, device, dtype_of(run)), self._commit_log)
+        self._origin = {**prepared.origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
         sources = self._registry, self._membership, self._leader_log, self._commit_log
         self._recovery = Recovery(self._name, *sources, self._origin, self._log, limit_s)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         membership = self._membership
         if interpose is not None:
             algorithm, membership = interpose(algorithm, membership, self.status, self._log)
-        pause_s = (self._spec.step_delay or 0.0) * run.effective_cluster.step_time(number % run.effective_cluster.islands, run.seed)
         self._engine = ElasticEngine(
             algorithm,
             membership,
@@ -119,7 +114,7 @@ class IslandProcess:
             lambda: replica_of(run, workload, loss, number, device, more_devices),
             run,
             self._spec,
-            pause_s,
+            self._spec.delay_s(run, number % run.effective_cluster.islands),
             self._log,
         )
 

@@ -198,7 +198,7 @@ class ProcessEngine:
     def finish(self, warm_start_tokens: int = 0) -> RunFinished | None:
         """The run's figures on rank 0, and None on other ranks."""
         self._compare_digests()
-        params = self.params()
+        params = self.params
         if not self.context.is_rank_zero:
             return None
         finished = self.accounting.finished(self.clock.now_s(), warm_start_tokens, params.digest())
@@ -209,6 +209,7 @@ class ProcessEngine:
     def finished(self) -> bool:
         return self.steps_taken >= self.steps
 
+    @property
     def params(self) -> Tree:
         """The global weights. All ranks call this together."""
         if "params" in shared_fields(self._state):
@@ -259,7 +260,7 @@ class ProcessEngine:
 
     def _run_evaluation(self) -> None:
         self._messages.add_rounds()
-        params = self.params()
+        params = self.params
         if self.context.is_rank_zero:
             metrics = self._evaluate(params, self._model.buffers())
             self._sink.emit(self.accounting.evaluated(metrics, self.clock.now_s()))
