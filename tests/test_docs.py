@@ -31,7 +31,7 @@ from atoll.runs.run import candidates
 from atoll.telemetry.summary import Summary
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import FaultScript
-from atoll.testing.simulated_runs import SMALL as TINY
+from tests.samples import SMALL as TINY
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -22,7 +22,7 @@ from atoll.core.events import (
     WindowClosed,
 )
 from atoll.telemetry import JsonlSink, read_asynchrony, write_trace
-from atoll.testing.simulated_runs import arrived
+from tests.samples import arrived
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import threading
 from atoll.core.events import Saved
 from atoll.engines.ray.hub_storage import HubStorage, LostRounds, rounds_after
 from atoll.telemetry.event_log import JsonlSink
-from atoll.testing.simulated_runs import arrived
+from tests.samples import arrived
 
 
 def test_rounds_after_a_checkpoint_are_counted_without_a_truncated_last_line(tmp_path):

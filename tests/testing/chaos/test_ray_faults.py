@@ -14,7 +14,7 @@ from atoll.core.errors import ConfigError
 from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, Cut, FaultScript, Freeze, FullDisk, Kill, TimedFault, UpdateFault
 from atoll.testing.chaos.ray_faults import HUB, RayFaultInjector, check_ray_script, ray_processes
-from atoll.testing.simulated_runs import arrived
+from tests.samples import arrived
 
 NODE = platform.node()
 FIRST = arrived()

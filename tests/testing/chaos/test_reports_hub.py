@@ -9,7 +9,7 @@ from atoll.core.events import Dispatched, Evaluated, HubRestarted, IslandJoined,
 from atoll.telemetry.event_log import JsonlSink
 from atoll.testing.chaos.faults import CHAOS_LOG
 from atoll.testing.chaos.reports import hub_report, report_text, update_violations
-from atoll.testing.simulated_runs import arrived
+from tests.samples import arrived
 
 STEPS = 4
 
