@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 import tomllib
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,8 +73,11 @@ def understood(monkeypatch, capsys, tmp_path):
         signature = inspect.signature(getattr(module, name))
         return lambda *given, **named: calls.append((name, signature.bind(*given, **named).arguments))
 
-    for name in ("list_recipes", "show_recipe", "report_run", "generate_text", "export_model", "prepare_data", "replay_folder"):
+    for name in ("list_recipes", "show_recipe", "report_run", "prepare_data"):
         monkeypatch.setattr(commands, name, stand_in(commands, name))
+    for command in cli.app.registered_commands:
+        if command.callback in (cli.generate, cli.export, cli.replay):
+            monkeypatch.setattr(command, "callback", wraps(command.callback)(stand_in(cli, command.callback.__name__)))
     for name in ("compare_runs", "join_run"):
         monkeypatch.setattr(run_command, name, stand_in(run_command, name))
     monkeypatch.setattr(run_command, "carry_out", lambda options, faults=None: calls.append(("run", vars(options))) or tmp_path)

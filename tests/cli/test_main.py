@@ -12,7 +12,8 @@ import pytest
 from atoll import recipes
 from atoll.core.events import Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
 from atoll.runs.export import load_exported
-from atoll.telemetry import JsonlSink, read_progress
+from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.run_progress import read_progress
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 from tests.samples import SMALL as TINY
 from tests.samples import arrived

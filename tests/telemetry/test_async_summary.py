@@ -18,8 +18,7 @@ from atoll.core.events import (
     RunFinished,
     WindowClosed,
 )
-from atoll.telemetry import read_asynchrony
-from atoll.telemetry.async_summary import AsynchronySummary, asynchrony_of
+from atoll.telemetry.async_summary import AsynchronySummary, asynchrony_of, read_asynchrony
 from tests import samples
 
 

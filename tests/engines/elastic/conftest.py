@@ -19,7 +19,7 @@ from atoll.engines.run_lifecycle import RunRequest
 from atoll.engines.warm_start_training import Cache, get_warm_start, load_data
 from atoll.runs.folder import RunFolder
 from atoll.runs.workloads import single_shard_workload
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.faults import FaultScript
 from atoll.testing.chaos.update_faults import interpose_update_faults
 from atoll.testing.simulated_runs import Recorder

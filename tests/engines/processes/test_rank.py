@@ -31,7 +31,7 @@ from atoll.engines.run_lifecycle import RunRequest, RunTask, resume
 from atoll.engines.run_lifecycle import run as run_in_folder
 from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.simulated_runs import Regression
 from tests.process_pool import context_of, outcomes
 
