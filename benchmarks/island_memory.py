@@ -37,7 +37,7 @@ from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import InnerRule, LocalReplica
 from atoll.replica.master_weights import initial_weights
 from atoll.testing.fakes import ScriptedPeers
-from atoll.testing.simulated_runs import DecoderWorkload
+from decoder_workload import DecoderWorkload
 
 T = TypeVar("T")
 _PACKAGE = Path(atoll.__file__).parent

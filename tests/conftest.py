@@ -3,14 +3,13 @@ cost more to start than the tests take. Ctrl-C reaches what tests start, also wh
 background by a shell, which has it ignored."""
 
 import signal
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from atoll.testing.processes import ProcessPool
+from tests.process_pool import ProcessPool
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -23,22 +22,13 @@ def _one_thread():
 
 
 @pytest.fixture(scope="session")
-def _importable():
-    """Functions of tests are sent to processes by name: there, the tests must be found."""
-    root = str(Path(__file__).parents[1])
-    sys.path.insert(0, root)
-    yield
-    sys.path.remove(root)
-
-
-@pytest.fixture(scope="session")
-def four(_importable):
+def four():
     with closing(ProcessPool(4)) as together:
         yield together
 
 
 @pytest.fixture
-def fresh_four(_importable):
+def fresh_four():
     """Four that have done nothing yet: torch keeps meshes of devices in mind, and with them groups that are no more."""
     with closing(ProcessPool(4)) as together:
         yield together

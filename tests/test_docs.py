@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 import tomllib
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +33,7 @@ from atoll.runs.run import candidates
 from atoll.telemetry.summary import Summary
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import FaultScript
-from atoll.testing.simulated_runs import SMALL as TINY
+from tests.samples import SMALL as TINY
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -73,8 +74,11 @@ def understood(monkeypatch, capsys, tmp_path):
         signature = inspect.signature(getattr(module, name))
         return lambda *given, **named: calls.append((name, signature.bind(*given, **named).arguments))
 
-    for name in ("list_recipes", "show_recipe", "report_run", "generate_text", "export_model", "prepare_data", "replay_folder"):
+    for name in ("list_recipes", "show_recipe", "report_run", "prepare_data"):
         monkeypatch.setattr(commands, name, stand_in(commands, name))
+    for command in cli.app.registered_commands:
+        if command.callback in (cli.generate, cli.export, cli.replay):
+            monkeypatch.setattr(command, "callback", wraps(command.callback)(stand_in(cli, command.callback.__name__)))
     monkeypatch.setattr(run_command, "compare_runs", stand_in(run_command, "compare_runs"))
     monkeypatch.setattr(elastic_launch, "join_run", stand_in(elastic_launch, "join_run"))
     monkeypatch.setattr(run_command, "carry_out", lambda options, faults=None: calls.append(("run", vars(options))) or tmp_path)

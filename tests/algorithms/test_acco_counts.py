@@ -20,7 +20,8 @@ from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Link
 from atoll.runs.run import candidates
 from atoll.testing.conformance import detached, digests
-from atoll.testing.simulated_runs import SMALL, Regression, RegressionBatches, run_engine, simulate, simulator
+from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate, simulator
+from tests.samples import SMALL
 
 # --------------------------------------------------------------------------------------------- every micro-batch counted once
 

@@ -12,10 +12,11 @@ import pytest
 from atoll import recipes
 from atoll.core.events import Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
 from atoll.runs.export import load_exported
-from atoll.telemetry import JsonlSink, read_progress
+from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.run_progress import read_progress
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
-from atoll.testing.simulated_runs import SMALL as TINY
-from atoll.testing.simulated_runs import arrived
+from tests.samples import SMALL as TINY
+from tests.samples import arrived
 
 SMALL = [*TINY, "train.steps=6", "train.warm_start_steps=0"]
 

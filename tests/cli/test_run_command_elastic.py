@@ -14,7 +14,7 @@ import pytest
 from atoll.core.events import Attended, IslandJoined, IslandLeft, Leased, RoundFinished, RunFinished
 from atoll.engines.elastic import launch
 from atoll.engines.elastic.supervisor import log_of
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 
 PATIENCE_S = 90.0
 SETTINGS = (

@@ -16,7 +16,7 @@ import pytest
 from atoll.core.events import Computed, RoundFinished, RunFinished, RunStarted, Saved
 from atoll.core.serialization import load_tree
 from atoll.engines.processes.rank import rank_log_path
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 
 PATIENCE_S = 60.0
 SETTINGS = (

@@ -34,7 +34,7 @@ from atoll.core.events import (
 )
 from atoll.core.serialization import load_tree
 from atoll.engines.ray.spec import Ray
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Freeze, Kill, TimedFault
 from atoll.testing.chaos.ray_faults import HUB, ray_processes

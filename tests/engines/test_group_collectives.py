@@ -15,7 +15,7 @@ from atoll.core.layout import shard_range
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.simulator.collectives import ordered_sum
 from atoll.runs.cluster import CONTROL_BYTES, Link, all_reduce_cost
-from atoll.testing.processes import outcomes, sum_until_killed
+from tests.process_pool import outcomes, sum_until_killed
 
 SIZES = [1, 3, 64, 1001]  # fewer elements than ranks, and sizes that no number of ranks or pieces divides
 NUMEL = 13

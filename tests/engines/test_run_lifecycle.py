@@ -27,8 +27,8 @@ from atoll.runs.generate import generate
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import read_events
 from atoll.telemetry.sinks import MemorySink
-from atoll.testing.simulated_runs import SMALL as TINY
 from atoll.testing.simulated_runs import Regression
+from tests.samples import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=4", "keep.evaluate_every=3", "keep.save_every=3"]
 DILOCO = [*SMALL, "algorithm.inner_steps=3"]

@@ -9,7 +9,8 @@ from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.engines import run_lifecycle
 from atoll.runs.run import candidates
-from atoll.testing.simulated_runs import SMALL, Regression
+from atoll.testing.simulated_runs import Regression
+from tests.samples import SMALL
 
 RUN = override(recipes.demo_diloco(), [*SMALL, "train.steps=2", "train.warm_start_steps=0", "algorithm.inner_steps=1"], candidates)
 

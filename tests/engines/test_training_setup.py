@@ -16,7 +16,7 @@ from atoll.engines.training_setup import replica_of
 from atoll.optim.adam import AdamW
 from atoll.runs.run import candidates, device_of
 from atoll.runs.workloads import sharded_workload, single_shard_workload
-from atoll.testing.simulated_runs import SMALL as TINY
+from tests.samples import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]
 

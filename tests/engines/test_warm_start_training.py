@@ -12,7 +12,7 @@ from atoll.engines.warm_start_training import Cache, RunPreparation, train_warm_
 from atoll.runs.run import candidates
 from atoll.runs.workloads import single_shard_workload
 from atoll.telemetry.sinks import MemorySink
-from atoll.testing.simulated_runs import SMALL as TINY
+from tests.samples import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]
 

@@ -18,7 +18,8 @@ from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.local_replica import LocalReplica, TrainJob
 from atoll.replica.memory_accounting import STATE, Storages, add_replica, add_storages, by_kind, paper_formula, total_bytes
 from atoll.replica.vmap_stack import VmapStack
-from atoll.testing.simulated_runs import DecoderWorkload, Regression
+from atoll.testing.simulated_runs import Regression
+from benchmarks.decoder_workload import DecoderWorkload
 
 
 def tree(count=10):

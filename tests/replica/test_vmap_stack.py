@@ -13,7 +13,7 @@ from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.local_replica import GradientJob, LocalReplica, RoundStart, TrainJob
 from atoll.replica.vmap_stack import RaggedBatches, VmapStack, why_not_stackable
-from atoll.testing.simulated_runs import DecoderWorkload, RepeatedBatch
+from benchmarks.decoder_workload import DecoderWorkload, RepeatedBatch
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica, TrainJob
 from atoll.replica.vmap_stack import _MAX_GRAPHS, CudaGraphCache, VmapStack
-from atoll.testing.simulated_runs import DecoderWorkload, RepeatedBatch
+from benchmarks.decoder_workload import DecoderWorkload, RepeatedBatch
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),

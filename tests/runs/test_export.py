@@ -17,7 +17,8 @@ from atoll.recipes import toy_sync
 from atoll.runs.export import export, load_exported, trained
 from atoll.runs.run import candidates
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
-from atoll.testing.simulated_runs import SMALL, Regression
+from atoll.testing.simulated_runs import Regression
+from tests.samples import SMALL
 
 TOKENS = torch.arange(40).view(4, 10)
 

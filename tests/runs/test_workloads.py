@@ -31,7 +31,8 @@ from atoll.runs.generate import generate
 from atoll.runs.run import Keep, Run, Train, candidates
 from atoll.runs.workloads import ToyWorkload, data_fingerprint, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import read_events
-from atoll.testing.simulated_runs import SMALL, Regression
+from atoll.testing.simulated_runs import Regression
+from tests.samples import SMALL
 
 TOY = Run(
     recipe="toy",

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import MEMORY_KINDS, MemoryCounted
-from atoll.telemetry import Summary, comparison, markdown, read_summary, sentence, table
-from atoll.telemetry.compare import ComparedRun, Comparison
+from atoll.telemetry.compare import ComparedRun, Comparison, comparison, markdown, sentence, table
+from atoll.telemetry.summary import Summary, read_summary
 from atoll.telemetry.sync_summary import OverlapSummary
 
 

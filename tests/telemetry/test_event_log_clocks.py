@@ -27,23 +27,16 @@ from atoll.core.events import (
     Timed,
     WarmStartFinished,
 )
-from atoll.telemetry import (
-    ConsoleSink,
-    JsonlSink,
-    TensorBoardSink,
-    comparison,
-    markdown,
-    plot_run,
-    read_asynchrony,
-    read_overlap,
-    read_progress,
-    read_summary,
-    sentence,
-    table,
-    write_trace,
-)
-from atoll.telemetry.event_log import read_clock
-from atoll.telemetry.plots import comparison_figure, run_figure
+from atoll.telemetry.async_summary import read_asynchrony
+from atoll.telemetry.compare import comparison, markdown, sentence, table
+from atoll.telemetry.console_progress import ConsoleSink
+from atoll.telemetry.event_log import JsonlSink, read_clock
+from atoll.telemetry.plots import comparison_figure, plot_run, run_figure
+from atoll.telemetry.run_progress import read_progress
+from atoll.telemetry.sinks import TensorBoardSink
+from atoll.telemetry.summary import read_summary
+from atoll.telemetry.sync_summary import read_overlap
+from atoll.telemetry.trace import write_trace
 
 ROUNDS = 3
 

@@ -15,8 +15,10 @@ from atoll.algorithms.acco import ACCO
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import Arrived, Evaluated, RoundFinished
 from atoll.runs.cluster import Cluster, Link
-from atoll.telemetry import JsonlSink, plot_comparison, plot_run, read_asynchrony, read_overlap
-from atoll.telemetry.plots import binned, comparison_figure, last_rounds, run_figure
+from atoll.telemetry.async_summary import read_asynchrony
+from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.plots import binned, comparison_figure, last_rounds, plot_comparison, plot_run, run_figure
+from atoll.telemetry.sync_summary import read_overlap
 from atoll.testing.simulated_runs import simulate
 
 
@@ -123,7 +125,7 @@ def test_nothing_to_draw_is_refused(tmp_path) -> None:
 def test_pyplot_and_its_backend_are_never_touched(folders, tmp_path) -> None:
     # Reading the setting `backend` would itself load pyplot, so it is left out; a backend is chosen in pyplot only.
     code = (
-        "import sys, matplotlib; from atoll.telemetry import plot_run\n"
+        "import sys, matplotlib; from atoll.telemetry.plots import plot_run\n"
         "settings = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
         "before = settings()\n"
         f"plot_run({str(folders[0])!r}, {str(tmp_path / 'figure.png')!r})\n"

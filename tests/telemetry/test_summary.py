@@ -10,7 +10,11 @@ import pytest
 
 from atoll.core.errors import AtollError, CheckpointError
 from atoll.core.events import Attended, Leased, MemoryCounted, Refused, RunFinished, SaveFailed
-from atoll.telemetry import JsonlSink, plot_run, read_asynchrony, read_memory, read_participation, read_progress, read_summary
+from atoll.telemetry.async_summary import read_asynchrony
+from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.plots import plot_run
+from atoll.telemetry.run_progress import read_progress
+from atoll.telemetry.summary import read_memory, read_participation, read_summary
 
 KEYS = [
     "recipe",

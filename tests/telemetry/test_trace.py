@@ -29,8 +29,8 @@ from atoll.core.events import (
     UpdateSkipped,
 )
 from atoll.runs.cluster import Cluster, Link
-from atoll.telemetry import JsonlSink, write_trace
-from atoll.telemetry.trace import TraceSpan, without_overlaps
+from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.trace import TraceSpan, without_overlaps, write_trace
 from atoll.testing.simulated_runs import simulate
 
 
@@ -146,7 +146,7 @@ def test_catching_up_and_joining_are_spans_and_their_bytes_count(tmp_path) -> No
 
 def test_a_trace_is_valid_json_even_if_a_loss_is_not_a_number(tmp_path) -> None:
     (span,) = rows(records(log(tmp_path, computed(0, 0.0, 1.0))))["island 0", "computing"]
-    assert span["args"]["loss"] == "nan"
+    assert span["args"]["loss"] == "NaN"
 
 
 def test_an_empty_log_has_no_trace(tmp_path) -> None:

@@ -1,8 +1,6 @@
 """events.jsonl, the log of a run: one line of JSON per event, and the clock that its times are on.
 
-Each line reaches the operating system as soon as it is written, so a killed process truncates at most the last line. A checkpoint
-stores `position()`. A resumed run opens the log with `append_at`, which removes the events after the checkpoint, because the run
-is about to repeat them.
+Each line reaches the operating system as soon as it is written, so a killed process truncates at most the last line.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ class JsonlSink(ClosingSink):
 
     Args:
         path: the file; the sink creates its folder.
-        append_at: None starts a new log and replaces an old one. A number of bytes keeps that much of the existing log, which
-            must be at least that long, and removes the rest.
+        append_at: None starts a new log and replaces an old one. The `position()` that a checkpoint stores keeps that many bytes
+            of the existing log, and removes the events after it, because the resumed run repeats them.
     """
 
     def __init__(self, path: str | Path, append_at: int | None = None) -> None:

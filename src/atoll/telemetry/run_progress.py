@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ class RunningTotals:
         self.finished: ev.RunFinished | None = None
         self.asynchronous = False
         self._devices = 1
-        self._computed_s: dict[int, float] = {}
+        self._computed_s: defaultdict[int, float] = defaultdict(float)
         self._since_s: dict[int, float] = {}  # when each present island joined
-        self._past_s: dict[int, float] = {}  # how long an island was present before it left
+        self._past_s: defaultdict[int, float] = defaultdict(float)  # how long an island was present before it left
         self._tasks: dict[int, ev.Dispatched] = {}  # rounds under way, which a worker reports when it arrives
         self._step_s: dict[int, float] = {}
         self._staleness: deque[int] = deque(maxlen=_STALENESS_WINDOW)
@@ -67,8 +67,7 @@ class RunningTotals:
             case ev.IslandLeft():
                 if event.island in self._tasks:
                     self._abandon(event.island, event.time_s)
-                present_s = event.time_s - self._since_s.pop(event.island, event.time_s)
-                self._past_s[event.island] = self._past_s.get(event.island, 0.0) + present_s
+                self._past_s[event.island] += event.time_s - self._since_s.pop(event.island, event.time_s)
             case _:
                 pass
 
@@ -107,15 +106,14 @@ class RunningTotals:
 
     def _computed(self, event: ev.Computed) -> None:
         # An island with several devices counts the mean over them.
-        computed_s = (event.end_s - event.start_s) / (1 if event.device is None else self._devices)
-        self._computed_s[event.island] = self._computed_s.get(event.island, 0.0) + computed_s
+        self._computed_s[event.island] += (event.end_s - event.start_s) / (1 if event.device is None else self._devices)
         if event.steps:
             self._step_s[event.island] = (event.end_s - event.start_s) / event.steps
         self._tasks.pop(event.island, None)
 
     def _abandon(self, island: int, now_s: float) -> None:
         """A round ends without an update. The time that the worker spent on it still counts as computing."""
-        self._computed_s[island] = self._computed_s.get(island, 0.0) + self._under_way_s(island, now_s)
+        self._computed_s[island] += self._under_way_s(island, now_s)
         del self._tasks[island]
 
     def _under_way_s(self, island: int, now_s: float) -> float:

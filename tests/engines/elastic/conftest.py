@@ -18,7 +18,7 @@ from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.run_lifecycle import RunRequest
 from atoll.engines.warm_start_training import RunPreparation
 from atoll.runs.folder import RunFolder
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.faults import FaultScript
 from atoll.testing.chaos.update_faults import interpose_update_faults
 from atoll.testing.simulated_runs import Recorder

@@ -41,7 +41,7 @@ from atoll.engines.run_lifecycle import RunRequest
 from atoll.engines.run_lifecycle import run as simulate
 from atoll.engines.training_setup import replica_of
 from atoll.models.gpt import GPT
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.faults import UpdateFault
 from atoll.testing.chaos.reports import exactly_once_violations
 

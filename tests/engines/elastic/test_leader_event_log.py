@@ -28,7 +28,7 @@ from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.run_lifecycle import RunRequest, RunResults, RunTask
 from atoll.engines.warm_start_training import Prepared, WarmStart
 from atoll.runs.folder import RunFolder
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 
 SETTINGS = (
     "model.hidden=4",

@@ -17,8 +17,8 @@ from atoll.engines.accounting import MAX_SKIPPED
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
-from atoll.testing.processes import context_of, engine_of, outcomes, run_on_processes
 from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate
+from tests.process_pool import context_of, engine_of, outcomes, run_on_processes
 
 RULE = AdamW(lr=0.05)
 SYNCHRONOUS = [DDP(optimizer=RULE), ZeRO1(optimizer=RULE), ACCO(optimizer=RULE)]

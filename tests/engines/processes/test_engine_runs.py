@@ -22,8 +22,8 @@ from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
-from atoll.testing.processes import context_of, engine_of, run_on_processes
 from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, run_engine, simulate
+from tests.process_pool import context_of, engine_of, run_on_processes
 
 RULE = AdamW(lr=0.05)
 ALGORITHMS = [

@@ -14,8 +14,8 @@ from atoll.core.events import Compared, Computed, Exchanged, RoundFinished, Upda
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
-from atoll.testing.processes import context_of, engine_of
 from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate
+from tests.process_pool import context_of, engine_of
 
 OUTER = DiLoCo(inner_steps=2)
 INSIDE = [DDP(optimizer=SGD(lr=0.05)), ZeRO1(optimizer=AdamW(lr=0.05)), ACCO(optimizer=AdamW(lr=0.05))]

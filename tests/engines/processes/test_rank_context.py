@@ -9,7 +9,7 @@ from atoll.engines import liveness
 from atoll.engines.liveness import FailureAttribution, store_heartbeat
 from atoll.engines.processes.rank import join_ranks
 from atoll.engines.processes.rank_context import RankContext, create_context
-from atoll.testing.processes import context_of
+from tests.process_pool import context_of
 
 
 def place_and_groups(group, devices):

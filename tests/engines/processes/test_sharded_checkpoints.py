@@ -24,8 +24,8 @@ from atoll.engines.checkpoints import CheckpointPart, ShardSlice
 from atoll.engines.processes.rank_context import RankContext
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.optim.adam import AdamW
-from atoll.testing.processes import ProcessPool, context_of, engine_of, outcomes
 from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine
+from tests.process_pool import ProcessPool, context_of, engine_of, outcomes
 
 RULE = AdamW(lr=0.05)
 WORKLOAD = Regression(hidden=3)

@@ -18,7 +18,7 @@ from atoll.runs.run import candidates
 from atoll.telemetry.event_log import JsonlSink
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault
-from atoll.testing.simulated_runs import arrived
+from tests.samples import arrived
 
 AT_ONCE = Ray(hub_timeout_s=1e-9, processes=2)
 

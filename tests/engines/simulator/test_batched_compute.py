@@ -21,7 +21,8 @@ from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
 from atoll.replica.vmap_stack import VmapStack
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import read_events
-from atoll.testing.simulated_runs import SMALL, DecoderWorkload, RepeatedBatch
+from benchmarks.decoder_workload import DecoderWorkload, RepeatedBatch
+from tests.samples import SMALL
 
 torch.set_num_threads(1)
 
