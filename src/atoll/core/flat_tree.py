@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import TreeDonated
-from atoll.core.layout import Layout, Piece, difference, shard_range, viewed
+from atoll.core.layout import Layout, Piece, difference, dtype_text, shard_range, viewed
 
 Scalar = float | int
 _CHUNK = 1 << 16
@@ -128,7 +128,7 @@ class Tree(Mapping[str, Tensor]):
     def __repr__(self) -> str:
         if self.deleted:
             return "Tree(donated)"
-        return f"Tree({len(self)} tensors, {self.numel} x {str(self.flat.dtype).removeprefix('torch.')}, {self.flat.device})"
+        return f"Tree({len(self)} tensors, {self.numel} x {dtype_text(self.flat.dtype)}, {self.flat.device})"
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies in the tensors' own dtypes, sharing no memory with this Tree."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -12,22 +12,27 @@ from torch import Tensor
 from atoll.core.flat_tree import Tree
 
 
+def items_in(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The items of a container with their names; None of anything else. A Tree is none, but a value."""
+    if isinstance(value, Tree):
+        return None
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple | list):
+        return zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    return None
+
+
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Everything in a nested value that is not itself a container, with its dotted path."""
-    if isinstance(value, Tree):
+    items = items_in(value)
+    if items is None:
         yield path, value
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from leaves(item, f"{path}.{name}")
-    elif isinstance(value, tuple | list):
-        names = getattr(value, "_fields", range(len(value)))
-        for name, item in zip(names, value, strict=True):
-            yield from leaves(item, f"{path}.{name}")
     else:
-        yield path, value
+        for name, item in items:
+            yield from leaves(item, f"{path}.{name}")
 
 
 def trees(value: Any) -> Iterator[Tree]:
@@ -43,14 +48,17 @@ def trees_in(value: Any) -> Iterator[Tree]:
             yield from trees_in(item)
 
 
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same nested tuples with the function applied to everything in them that is not a tuple, in order."""
+    if not isinstance(value, tuple):
+        return function(value)
+    items = [map_leaves(function, item) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
 def with_trees(value: Any, trees: Iterator[Tree]) -> Any:
     """The same nested tuples with the Trees in them replaced, one after the other."""
-    if type(value) is Tree:
-        return next(trees)
-    if not isinstance(value, tuple):
-        return value
-    items = [with_trees(item, trees) for item in value]
-    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return map_leaves(lambda leaf: next(trees) if type(leaf) is Tree else leaf, value)
 
 
 def tree_bytes(value: Any) -> int:

@@ -20,7 +20,6 @@ example. The loss is a mean over the target positions of a batch, which `tokens`
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -35,7 +34,7 @@ from torch import Tensor
 from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.data.compressed_text_files import parse_json, read_json_lines, read_text, text_field, uncompressed_suffix, visible_files
+from atoll.data.compressed_text_files import find_files, parse_json, read_json_lines, read_text, text_field, uncompressed_suffix
 from atoll.data.document_sources import Document
 from atoll.data.holdout_split import TRAIN, check_fraction, plan_split
 from atoll.data.shuffled_epochs import Indices, OpenedData, ShuffledShards, check_shards_setting, random_shards
@@ -230,21 +229,14 @@ def _alpaca_prompt(instruction: str, context: str) -> str:
 
 def _find_record_files(path: str, setting: str) -> list[tuple[str, Path]]:
     """The files, each with a name that does not depend on where their folder lies."""
-    target = Path(path).expanduser()
-    if target.is_file():
-        return [(target.name, target)]
-    if target.is_dir():
-        files = [file for file in visible_files(target) if uncompressed_suffix(file) in _SUFFIXES]
-        found = sorted((file.relative_to(target).as_posix(), file) for file in files)
-    else:
-        matches = map(Path, glob.glob(str(target), recursive=True))
-        found = sorted((file.name, file) for file in matches if file.is_file())
-    if not found:
+    root, files = find_files(path, _SUFFIXES)
+    if not files:
         raise DataError(
             f"{setting}={path!r}: there is no {' or '.join(_SUFFIXES)} file (the path is relative to {Path.cwd()}). Give a file, "
             f"a folder with such files, or a glob that matches some."
         )
-    return found
+    is_folder = Path(path).expanduser().is_dir()
+    return sorted((file.relative_to(root).as_posix() if is_folder else file.name, file) for file in files)
 
 
 def _read_json_values(path: Path) -> Iterator[tuple[int, Any]]:

@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.serialization import Packed, pack, read_tensors, sync_folder, unpack, write_tensors
 
@@ -209,10 +207,8 @@ class Checkpoints:
                 raise self._damaged(path / name, why, round)
         return checkpoint
 
-    def load(
-        self, checkpoint: Checkpoint, part: str, like: Any, *, check_layout: bool = True, device: torch.device | str | None = None
-    ) -> Any:
-        """A part of a checkpoint, checked against its digest. For `like` and the rest see `unpack`. Raises CheckpointError if there
+    def load(self, checkpoint: Checkpoint, part: str, like: Any) -> Any:
+        """A part of a checkpoint, checked against its digest. For `like` see `unpack`. Raises CheckpointError if there
         is no such part, if its file is damaged, or if it is of another kind than `like`."""
         name = part + _SUFFIX
         if name not in checkpoint.files:
@@ -226,7 +222,7 @@ class Checkpoints:
         tensors, metadata = read_tensors(path)
         packed = Packed(json.loads(metadata["structure"]), tensors)
         try:
-            return unpack(packed, like, check_layout=check_layout, device=device)
+            return unpack(packed, like)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
 

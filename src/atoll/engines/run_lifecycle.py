@@ -28,7 +28,7 @@ from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.events import Event, Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Batches, Sink, Workload
-from atoll.core.serialization import load_tree, read_tensors, save_tree, write_tensors
+from atoll.core.serialization import load_tree, read_tensors, save_tree, write_tensors, write_text
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
@@ -38,7 +38,7 @@ from atoll.engines.spec import EngineSpec, processes_started, read_spec, write_s
 from atoll.engines.warm_start_training import Cache, WarmStart, get_warm_start, load_data
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
-from atoll.runs.folder import RunFolder, default_path, digest_of, write_text
+from atoll.runs.folder import RunFolder, default_path, digest_of
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.validation import check_finetuning_inputs
 from atoll.runs.workloads import data_fingerprint, partitioned_by_weights, sharded_workload, single_shard_workload

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
 from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.serialization import write_text
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.processes.spec import Processes
 from atoll.engines.ray.spec import Ray
 from atoll.engines.simulator.spec import Simulator
-from atoll.runs.folder import write_text
 from atoll.runs.run import Run
 
 FORMAT = 1

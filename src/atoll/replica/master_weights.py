@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
-from atoll.core.nested_trees import leaves, trees_in, with_trees
+from atoll.core.nested_trees import leaves, map_leaves, trees_in, with_trees
 from atoll.core.protocols import HoldsWeights, Workload
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.chunked_step import step
@@ -97,17 +97,13 @@ class MasterWeights:
 
     def restore(self, moments: Sequence[Tensor | float]) -> None:
         """Restores what `moments` returned."""
-        self._state = _filled(self._state, iter(moments))
+        values: Iterator[Any] = iter(moments)
 
+        def restored(leaf: Any) -> Any:
+            value = next(values)
+            return Tree(leaf.layout, value.to(leaf.flat.device, copy=True)) if isinstance(leaf, Tree) else value
 
-def _filled(state: Any, values: Iterator[Any]) -> Any:
-    """A state of the same kind with these values."""
-    if isinstance(state, Tree):
-        return Tree(state.layout, next(values).to(state.flat.device, copy=True))
-    if not isinstance(state, tuple):
-        return next(values)
-    items = [_filled(item, values) for item in state]
-    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
+        self._state = map_leaves(restored, self._state)
 
 
 def check_exchange_dtype(algorithm: Any, layout: Layout) -> None:

@@ -42,7 +42,7 @@ import atoll
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import joined
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.serialization import replacing
+from atoll.core.serialization import write_text
 from atoll.runs.run import Run
 from atoll.telemetry.summary import read_summary
 
@@ -222,12 +222,6 @@ def default_path(recipe: str, seed: int, root: Path = Path("runs"), now: datetim
         count += 1
         path = path.with_name(f"seed{seed}-{stamp}-{count}")
     return path
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step. Raises ConfigError if it cannot be written; what was there is untouched."""
-    with replacing(path, ConfigError) as file:
-        file.write(text.encode())
 
 
 @contextmanager
