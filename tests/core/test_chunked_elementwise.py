@@ -6,7 +6,9 @@ import torch
 from atoll.core.chunked_elementwise import CHUNK, elementwise
 from atoll.core.errors import TreeDonated
 from atoll.core.flat_tree import Tree, empty
-from atoll.optim import SGD, Adam, AdamW, Cosine, Momentum, Nesterov
+from atoll.optim.adam import Adam, AdamW
+from atoll.optim.schedules import Cosine
+from atoll.optim.sgd import SGD, Momentum, Nesterov
 
 torch.set_num_threads(1)
 

@@ -10,10 +10,6 @@ generated when this Python was built. Another version of Python is another text.
 
 A folder of `files:` is read recursively without hidden files; its sub-folders are the domains. A glob is read in the same way, from
 its last folder without a wildcard on. A text file is one document, or several that each end with a line `<|endoftext|>`.
-
->>> corpus = open_corpus("stdlib", limit_bytes=20_000)
->>> sum(len(document.text.encode()) for document in corpus) <= 20_000
-True
 """
 
 from __future__ import annotations

@@ -3,11 +3,6 @@
 It is a mixture of mixtures of Gaussians. Each class has several clusters; each cluster has a centre of length 1 and the same number
 of points. Points lie in the order of their clusters, clusters in the order of their classes. Shards are random samples of all
 points. A model is evaluated on points that it also trains on.
-
->>> data = Gaussians.small().load().open(num_shards=4, batch_size=32, seed=0)
->>> inputs, labels = data.train.batch(shard=3, position=0)
->>> inputs.shape, labels.shape
-(torch.Size([32, 512]), torch.Size([32]))
 """
 
 from __future__ import annotations

@@ -1,21 +1,11 @@
 """Instructions: prompts and answers to fine-tune a pretrained model on, as one spec, which opens to padded batches.
 
-Records are JSON objects in one of three forms. Other fields are ignored. A record with the fields of two forms has the later one:
-
-    {"text": "..."}                                          plain text: all of it is the answer
-    {"prompt": "...", "completion": "..."}                   concatenated as they are
-    {"instruction": "...", "input": "...", "output": "..."}  Alpaca's; `input` may be empty or missing
-
-A `.jsonl` file has one object on each line, a `.json` file one array of them. Both may be compressed (.xz, .gz, .zst).
+Records are JSON objects in one of three forms, which docs/finetuning.md describes. Other fields are ignored. A record with the
+fields of two forms has the later one: {"text"}; {"prompt", "completion"}; {"instruction", "input", "output"}.
 
 The model's own tokenizer encodes prompt and answer as one text and appends the end of text. The answer begins at the first id in
 which that text differs from the prompt alone, so a token that spans both belongs to the answer. A batch is padded to its longest
 example. The loss is a mean over the target positions of a batch, which `tokens` counts.
-
->>> parse_record({"instruction": "Name an atoll.", "output": "Bikini."}).prompt.splitlines()[-1]
-'### Response:'
->>> Instructions(path="alpaca.jsonl", learn="answer").max_len
-512
 """
 
 from __future__ import annotations

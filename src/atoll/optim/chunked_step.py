@@ -7,17 +7,6 @@ the new weights in that precision again.
 - `step` also keeps the new weights and state: in the old buffers where these are donated, else in new ones.
 
 Both have the bits of `rule.update`, whatever is donated.
-
->>> import torch
->>> from atoll.optim.adam import AdamW
->>> rule, params = AdamW(lr=0.1), Tree.of({"w": torch.ones(3)})
->>> state, gradient = rule.init(params), params * 2
->>> preview(rule, params, gradient.copy(), state, over=2.0)["w"]
-tensor([0.9000, 0.9000, 0.9000])
->>> state.mean["w"]
-tensor([0., 0., 0.])
->>> step(rule, params, gradient.copy(), state, over=2.0).state.mean["w"]
-tensor([0.1000, 0.1000, 0.1000])
 """
 
 from __future__ import annotations

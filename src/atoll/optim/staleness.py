@@ -38,7 +38,6 @@ class Polynomial:
 
     >>> [round(Polynomial(power=0.5).factor(staleness), 3) for staleness in (0, 1, 3, 8)]
     [1.0, 0.707, 0.5, 0.333]
-
     """
 
     power: float = 0.5  # 0 leaves every delta as it is

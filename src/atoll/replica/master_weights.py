@@ -2,10 +2,6 @@
 
 Most updates are too small for half precision: added to weights in bfloat16 they would be rounded away. So the optimizer of such a
 module steps master weights in single precision, and the module gets them rounded.
-
->>> module = cast_parameters(nn.Linear(2, 1), torch.bfloat16)
->>> module.weight.dtype
-torch.bfloat16
 """
 
 from __future__ import annotations

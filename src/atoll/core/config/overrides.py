@@ -4,9 +4,6 @@
 >>> work = Work(shard=0, start=0, schedule=0, examples=512)
 >>> override(work, ["start=20", "examples=1e3"])
 Work(shard=0, start=20, schedule=0, examples=1000, pieces=1)
->>> override(work, ["exmples=1e3"])
-Traceback (most recent call last):
-atoll.core.errors.ConfigError: exmples: Work has no such setting. Near it: examples. ...
 
 A value is a number, `true`, `none`, text (in quotes if it needs them), `[a, b]`, or `Name` and `Name(field=value)` for a dataclass
 that may stand there. All changes to one dataclass are made at once, so that settings which are valid only together can be given
@@ -104,7 +101,7 @@ def _assignment(text: str, run: Any) -> _Edit:
 
 
 def _example(path: str, run: Any) -> str:
-    """How the setting at this path is given, or else one that is called alike."""
+    """How the setting at this path is given, or else one with a similar name."""
     now = {setting.path: setting.text for setting in describe(run)}
     near = difflib.get_close_matches(path, now, n=1)
     meant = path if path in now else near[0] if near else ""

@@ -27,7 +27,7 @@ from atoll.core.events import (
     Saved,
     SaveFailed,
     WarmStartFinished,
-    from_json,
+    read_event,
 )
 from atoll.core.serialization import replacing
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
@@ -110,7 +110,7 @@ class CommitLog:
         """Take over the commits of another island, or of a checkpoint. Some that this island saw itself may be void."""
         self._records.clear()
         for number, epoch, opening, lines in parts:
-            self._records.append(CommitRecord(StateVersion(number, epoch), opening, [*map(from_json, lines)]))
+            self._records.append(CommitRecord(StateVersion(number, epoch), opening, [*map(read_event, lines)]))
         self._written = NO_VERSION
 
 
