@@ -20,10 +20,8 @@ A Tree is a value: arithmetic returns a new Tree and changes none. A buffer is r
 Traceback (most recent call last):
 atoll.core.errors.TreeDonated: this Tree was donated ...
 
-Methods with a trailing underscore compute in place, as torch's do. They are for code that made the Tree itself.
-
-A Tree may hold pieces of larger tensors. Its layout has each piece's start and the whole tensor's name and shape, so that shards
-can be saved, joined and cut again.
+Methods with a trailing underscore compute in place, as torch's do. They are for code that made the Tree itself. A Tree may hold
+pieces of larger tensors: its layout has what is needed to save, join and cut them again.
 """
 
 from __future__ import annotations

@@ -321,7 +321,7 @@ def _unpack_tensor(node: dict[str, Any], like: Any, at: str, tensors: Mapping[st
             f"{at or 'the value'} has {tensor.numel()} numbers in the checkpoint and its layout needs {layout.numel}: "
             f"one of them was changed after it was saved. Use an older checkpoint."
         )
-    if like is not None and layout != like.layout:
+    if isinstance(like, Tree) and layout != like.layout:
         raise _foreign(at, f"a Tree of another layout ({difference(layout, like.layout)})", like)
     return Tree(layout, tensor)
 

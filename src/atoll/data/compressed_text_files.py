@@ -150,8 +150,5 @@ def find_files(path: str, suffixes: Sequence[str] = ()) -> tuple[Path, list[Path
         root = Path(*takewhile(lambda part: not glob.has_magic(part), target.parts[:-1]))
         matches = [Path(match) for match in glob.glob(str(target), recursive=True)]
     inside = {file for match in matches for file in match.rglob("*") if not suffixes or uncompressed_suffix(file) in suffixes}
-    return root, sorted(file for file in {*inside, *matches} if file.is_file() and not _is_hidden(file.relative_to(root)))
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+    files = (file for file in {*inside, *matches} if file.is_file())
+    return root, sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(root).parts))

@@ -57,21 +57,19 @@ class Corpus:
 
     def __iter__(self) -> Iterator[Document]:
         empty = True
-        for document in self._all() if self.limit_bytes is None else self._limited(self.limit_bytes):
+        for document in self._documents():
             yield document
             empty = False
         if empty:
             raise DataError(f"{self.spec} holds no text: all of its documents are empty. Check that the spec names the right text.")
 
-    def _all(self) -> Iterator[Document]:
-        for read in self.domains.values():
-            yield from _with_text(read())
-
-    def _limited(self, limit_bytes: int) -> Iterator[Document]:
-        for read, sizes in zip(self.domains.values(), self._allotted_bytes(limit_bytes), strict=True):
-            for document, size in zip(_with_text(read()), sizes, strict=False):
-                if size:
-                    yield _truncate(document, size)[0]
+    def _documents(self) -> Iterator[Document]:
+        allotted = None if self.limit_bytes is None else self._allotted_bytes(self.limit_bytes)
+        for number, read in enumerate(self.domains.values()):
+            documents = _with_text(read())
+            if allotted is not None:
+                documents = (_truncate(d, size)[0] for d, size in zip(documents, allotted[number], strict=False) if size)
+            yield from documents
 
     def _allotted_bytes(self, limit_bytes: int) -> list[list[int]]:
         """For each domain, how many bytes of each document to yield."""
@@ -268,13 +266,7 @@ _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "c
 
 @dataclass(frozen=True, kw_only=True)
 class HubSpec:
-    """The parts of an `hf:` spec.
-
-    >>> HubSpec.parse("allenai/c4@en:validation#text")
-    HubSpec(name='allenai/c4', configuration='en', split='validation', field='text')
-    >>> HubSpec.parse("my/folder")
-    HubSpec(name='my/folder', configuration=None, split='train', field='text')
-    """
+    """The parts of an `hf:` spec."""
 
     name: str
     configuration: str | None = None

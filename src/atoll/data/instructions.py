@@ -27,7 +27,7 @@ from atoll.core.optional_imports import require
 from atoll.data.compressed_text_files import find_files, parse_json, read_json_lines, read_text, text_field, uncompressed_suffix
 from atoll.data.document_sources import Document
 from atoll.data.holdout_split import TRAIN, check_fraction, plan_split
-from atoll.data.shuffled_epochs import Indices, OpenedData, ShuffledShards, check_shards_setting, random_shards
+from atoll.data.shuffled_epochs import OpenedData, ShuffledShards, check_shards_setting, random_shards
 
 PaddedBatch = dict[str, Tensor]
 """`input_ids`, `attention_mask` and `labels`, all (examples, longest), int64; see `EncodedRecords.padded`."""
@@ -149,14 +149,8 @@ class LoadedInstructions:
         )
 
 
-class PaddedBatches(ShuffledShards):
+class PaddedBatches(ShuffledShards["EncodedRecords"]):
     """Padded batches from shards of examples; implements `atoll.core.protocols.Batches`."""
-
-    def __init__(
-        self, examples: EncodedRecords, shards: Sequence[Indices], *, batch_size: int, seed: int, skip_batches: int = 0
-    ) -> None:
-        super().__init__(shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches)
-        self._examples = examples
 
     def fingerprint(self) -> str:
         """A digest of the examples, the shards and their order: equal for readers of the same batches."""

@@ -80,7 +80,12 @@ def prepare(preparation: Preparation, out: str | Path, progress: ReportProgress 
             found = {"vocab_size": tokenizer.vocab_size, "tokenizer_digest": tokenizer.digest, "text_bytes": text_bytes}
             meta = {"version": META_VERSION, **asdict(preparation), **found, **sides}
             write_text(staging / "meta.json", json.dumps(meta, indent=2) + "\n", DataError)
-            _install(staging, out)
+            # No meta.json is there while files of two preparations are.
+            for name in ("meta.json", "tokenizer.json"):
+                (out / name).unlink(missing_ok=True)
+            for name in (*FILES, "tokenizer.json", "meta.json"):
+                if (staging / name).exists():
+                    os.replace(staging / name, out / name)
     except OSError as error:
         raise DataError(
             f"could not write to {out}: {error.strerror or error}. Make room there, or choose another folder."
@@ -159,15 +164,6 @@ def _write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], token
         name: {"documents": len(writers[side].index.starts), "tokens": writers[side].index.num_tokens}
         for name, side in (("train", TRAIN), ("validation", VALIDATION))
     } | {"domains": list(writers[TRAIN].index.domains)}
-
-
-def _install(staging: Path, out: Path) -> None:
-    """Move the new files in. No meta.json is there while files of two preparations are."""
-    (out / "meta.json").unlink(missing_ok=True)
-    (out / "tokenizer.json").unlink(missing_ok=True)
-    for name in (*FILES, "tokenizer.json", "meta.json"):
-        if (staging / name).exists():
-            os.replace(staging / name, out / name)
 
 
 def _report(documents: Iterable[Document], phase: str, total: int, progress: ReportProgress) -> Iterator[Document]:

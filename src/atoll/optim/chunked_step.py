@@ -64,7 +64,7 @@ def step(
     """`preview` that keeps the new weights and state. Donated weights and state are updated in place. Without `send` the gradient
     stays as it is, and nothing is written for the wire."""
     check_layouts(params, gradient, *trees_in(state))
-    kept = [_kept(tree) for tree in trees_in((params, state))]
+    kept = [Tree(t.layout, t.flat if t.donated else empty(t.numel, t.flat.dtype, t.flat.device)) for t in trees_in((params, state))]
     new = _sent(gradient, sent or gradient.flat.dtype) if send else gradient
     outputs = [tree.flat for tree in ([new, *kept] if send else kept)]
     last: Any = state
@@ -78,12 +78,6 @@ def step(
         if tree.donated:
             tree.claim()  # its buffer holds the new values now
     return Stepped(new, kept[0], with_trees(last, iter(kept[1:])))
-
-
-def _kept(tree: Tree) -> Tree:
-    """The buffer of a Tree's successor."""
-    flat = tree.flat
-    return Tree(tree.layout, flat if tree.donated else empty(flat.numel(), flat.dtype, flat.device))
 
 
 def _sent(gradient: Tree, dtype: torch.dtype) -> Tree:

@@ -20,9 +20,7 @@ arrival the operations are those of Nesterov. Without activation, the weights at
 the period's mean.
 
 **Buffered** (the paper's Async Buffer, after FedBuff, Nguyen et al., arXiv 2106.06639) moves only at a period's end, by one step of
-any rule on the mean.
-
-Both hold one sum, never the gradients themselves.
+any rule on the mean. Both hold one sum, never the gradients themselves.
 """
 
 from __future__ import annotations

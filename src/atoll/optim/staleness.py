@@ -94,11 +94,7 @@ def weighted(delta: Tree, weight: float) -> Tree:
 
 
 def weight_of(weight: Weight, workers: int) -> float:
-    """The factor of every delta, with this number of workers.
-
-    >>> weight_of(0.25, workers=16), weight_of("1/k", workers=16), weight_of("sqrt(k)/k", workers=16)
-    (0.25, 0.0625, 0.25)
-    """
+    """The factor of every delta, with this number of workers."""
     if isinstance(weight, str):
         return 1 / workers if weight == "1/k" else math.sqrt(workers) / workers
     return weight

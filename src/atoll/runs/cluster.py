@@ -3,9 +3,7 @@
 Every random number is drawn from the seed and the names of its use, never from a generator with a position. A resumed run therefore
 draws the same numbers.
 
-Collectives run in a ring, where each island sends to the next one and the slowest link sets the pace, or over a star, where each
-island exchanges with one server. Byte counts are exact, also where shards are unequal. Control messages (weights, counts) travel
-with the payload and take no time of their own.
+Collectives run in a ring or over a star; docs/assumptions.md has the model. Byte counts are exact, also where shards are unequal.
 """
 
 from __future__ import annotations

@@ -181,11 +181,7 @@ _ANOTHER = "another --out (in Python out=)"
 
 
 def default_path(recipe: str, seed: int, root: Path = Path("runs"), now: datetime | None = None) -> Path:
-    """A new folder for a run: runs/<recipe>/seed<seed>-<yyyymmdd-hhmmss>, with a number behind it if that exists.
-
-    >>> default_path("diloco", 3, now=datetime(2031, 12, 24, 18, 0, 5)).as_posix()
-    'runs/diloco/seed3-20311224-180005'
-    """
+    """A new folder for a run: runs/<recipe>/seed<seed>-<yyyymmdd-hhmmss>, with a number behind it if that exists."""
     stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
     path = root / re.sub(r"[^\w.-]+|^\.+", "-", recipe) / f"seed{seed}-{stamp}"
     count = 1
@@ -214,11 +210,7 @@ def digest_of(plain: Any) -> str:
 
 
 def differences(given: Any, own: Any, at: str = "") -> list[tuple[str, str, str]]:
-    """Where two Runs as JSON differ: the dotted path, under `at`, and both values as text.
-
-    >>> differences({"seed": 1, "link": {"latency_s": 0.1}}, {"seed": 2, "link": {"latency_s": 0.1}})
-    [('seed', '1', '2')]
-    """
+    """Where two Runs as JSON differ: the dotted path, under `at`, and both values as text."""
     inside: list[tuple[str | int, Any, Any]]
     if _is_record(given) and _is_record(own) and given.get("type") == own.get("type"):
         names = dict.fromkeys([*given, *own])

@@ -34,7 +34,7 @@ def rule_states() -> list[type]:
     """The types of the states of all rules."""
     special = {DelayedNesterov: {"period": 2}, Buffered: {"rule": SGD(lr=0.1), "size": 2}}
     params = Tree.of({"w": torch.zeros(1)})
-    return [type(kind(**special.get(kind, {"lr": 0.1})).init(params)) for kind in candidates(Rule)]
+    return [type(kind(**special.get(kind, {"lr": 0.1})).init(params)) for kind in candidates[Rule]]
 
 
 def test_the_names_and_fields_of_saved_records_are_part_of_the_format():

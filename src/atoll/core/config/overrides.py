@@ -24,14 +24,14 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, get_origin
 
 from atoll.core.config import type_checks as tc
-from atoll.core.config.setting_paths import NO_PRESETS, WORDS, Candidates, Presets, describe, no_candidates, text_of, type_text
+from atoll.core.config.setting_paths import NO_CANDIDATES, NO_PRESETS, WORDS, Candidates, Presets, describe, text_of, type_text
 from atoll.core.errors import ConfigError
 
 R = TypeVar("R")
 _SCALARS = (NoneType, bool, Literal, int, float, Path, str)  # in this order: text last, since everything is text
 
 
-def override(run: R, assignments: Sequence[str], candidates: Candidates = no_candidates, presets: Presets = NO_PRESETS) -> R:
+def override(run: R, assignments: Sequence[str], candidates: Candidates = NO_CANDIDATES, presets: Presets = NO_PRESETS) -> R:
     """The Run with these settings changed, each written `path=value`. If a path is given twice, the last one counts.
 
     ConfigError if a path does not exist, a value does not fit there, or a dataclass refuses the whole.
@@ -205,7 +205,7 @@ class _Editor:
         found: list[type] = [type(now)] if tc.is_record(now) else []
         for origin in origins:
             if tc.is_protocol(origin):
-                found += self.candidates(origin)
+                found += self.candidates.get(origin, ())
             elif isinstance(origin, type) and is_dataclass(origin):
                 found.append(origin)
         return {kind.__name__: kind for kind in found}

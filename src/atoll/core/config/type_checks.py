@@ -2,18 +2,6 @@
 
 A frozen dataclass checks its fields against their declared types. A Protocol is checked by its members, since any object that has
 them will do.
-
->>> from dataclasses import dataclass
->>> from typing import Literal
->>> @dataclass(frozen=True)
-... class Setting:
-...     steps: int
-...     way: Literal["up", "down"] = "up"
-...     def __post_init__(self) -> None:
-...         check_types(self)
->>> Setting(steps=2, way="dwon")
-Traceback (most recent call last):
-atoll.core.errors.ConfigError: way='dwon' is none of 'up', 'down'. Use one of them.
 """
 
 from __future__ import annotations
