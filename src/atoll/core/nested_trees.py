@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -48,17 +48,14 @@ def trees_in(value: Any) -> Iterator[Tree]:
             yield from trees_in(item)
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nested tuples with the function applied to everything in them that is not a tuple, in order."""
-    if not isinstance(value, tuple):
-        return function(value)
-    items = [map_leaves(function, item) for item in value]
-    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-
-
 def with_trees(value: Any, trees: Iterator[Tree]) -> Any:
     """The same nested tuples with the Trees in them replaced, one after the other."""
-    return map_leaves(lambda leaf: next(trees) if type(leaf) is Tree else leaf, value)
+    if type(value) is Tree:
+        return next(trees)
+    if not isinstance(value, tuple):
+        return value
+    items = [with_trees(item, trees) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
 def tree_bytes(value: Any) -> int:

@@ -17,7 +17,7 @@ from atoll.core.layout import Layout
 
 
 def prune(delta: Tree, fraction: float, by: Literal["sign", "magnitude"] = "sign") -> Tree:
-    """The delta, which is donated, with `fraction` of every neuron's values set to zero (rounded down); itself at a fraction of 0."""
+    """The delta, which is donated, with `fraction` of every neuron's values set to zero (rounded down); itself at 0."""
     if fraction == 0:
         return delta
     assert all(piece.whole for piece in delta.layout.pieces), "a neuron must lie whole on this device to be pruned"

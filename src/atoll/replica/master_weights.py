@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
-from atoll.core.nested_trees import leaves, map_leaves, trees_in, with_trees
+from atoll.core.nested_trees import leaves, trees_in, with_trees
 from atoll.core.protocols import HoldsWeights, Workload
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.chunked_step import step
@@ -88,18 +88,15 @@ class MasterWeights:
         return [tree.flat for tree in trees_in((self._params, self._state))]
 
     def moments(self) -> list[Tensor | float]:
-        """The optimizer's state as a flat list, without the weights."""
+        """The optimizer's state as a flat list, without the weights: the number of steps, then each moment."""
         return [leaf.flat if isinstance(leaf, Tree) else leaf for _, leaf in leaves(self._state)]
 
     def restore(self, moments: Sequence[Tensor | float]) -> None:
         """Restores what `moments` returned."""
-        values: Iterator[Any] = iter(moments)
-
-        def restored(leaf: Any) -> Any:
-            value = next(values)
-            return Tree(leaf.layout, value.to(leaf.flat.device, copy=True)) if isinstance(leaf, Tree) else value
-
-        self._state = map_leaves(restored, self._state)
+        step, *flats = moments
+        pairs: Iterator[tuple[Tree, Any]] = zip(trees_in(self._state), flats, strict=True)
+        restored = (Tree(old.layout, flat.to(old.flat.device, copy=True)) for old, flat in pairs)
+        self._state = with_trees(self._state, restored)._replace(step=step)
 
 
 def check_exchange_dtype(algorithm: Any, layout: Layout) -> None:
