@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.core.errors import CheckpointError
+from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.serialization import LAYOUT, layout_from_json, layout_to_json, load_tree, read_tensors, save_tree, write_tensors
+from atoll.core.serialization import (
+    LAYOUT,
+    layout_from_json,
+    layout_to_json,
+    load_tree,
+    read_tensors,
+    save_tree,
+    write_tensors,
+    write_text,
+)
 
 torch.set_num_threads(1)
 
@@ -293,3 +303,19 @@ def test_a_layout_that_does_not_fit_its_file_is_refused(tmp_path, layout, messag
     write_tensors(tmp_path / "x", {"w": torch.ones(3)}, {LAYOUT: layout})
     with pytest.raises(CheckpointError, match=message):
         load_tree(tmp_path / "x")
+
+
+def test_text_that_cannot_be_written_leaves_what_was_there(tmp_path):
+    path = tmp_path / "summary.json"
+    write_text(path, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(
+            ConfigError, match=r"could not write .*: File too large\. The file that was there before is untouched\. Make room"
+        ):
+            write_text(path, "new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["summary.json"]

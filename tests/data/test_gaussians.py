@@ -30,7 +30,7 @@ def small():
 def numbered(count: int, num_shards: int = 1, batch_size: int = 4, seed: int = 0) -> GaussianBatches:
     """Batches in which every label is the number of its point."""
     shards = np.array_split(np.arange(count), num_shards)
-    return GaussianBatches(torch.zeros(count, 1), torch.arange(count), shards, batch_size=batch_size, seed=seed)
+    return GaussianBatches((torch.zeros(count, 1), torch.arange(count)), shards, batch_size=batch_size, seed=seed)
 
 
 def read(batches: Batches, shard: int, positions: range) -> list[int]:

@@ -82,7 +82,8 @@ def saved_types(node):
 
 
 def test_saved_type_names_are_part_of_the_format(straight):
-    """A renamed class is a new format: raise FORMAT of runs/folder.py or engines/checkpoints.py, then change the names here."""
+    """A renamed class is a new format: raise RUN_FORMAT of telemetry/run_progress.py or FORMAT of engines/checkpoints.py, then
+    change the names here."""
     run, engine, meta = (
         json.loads((straight.folder / name).read_text()) for name in ("run.json", "engine.json", "checkpoints/00000004/meta.json")
     )

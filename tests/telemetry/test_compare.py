@@ -148,9 +148,9 @@ def test_json_holds_the_summaries_and_the_sentence(folders) -> None:
 
 def test_runs_with_other_data_are_not_comparable_and_with_another_partition_are(folders) -> None:
     for folder, partition in zip(folders, ("IID", "ByDomain"), strict=True):
-        (folder / "run.json").write_text(json.dumps({"data": {"corpus": "stdlib", "partition": partition}}))
+        (folder / "run.json").write_text(json.dumps({"format": 2, "data": {"corpus": "stdlib", "partition": partition}}))
     assert "reaches" in sentence(comparison(folders))
-    (folders[0] / "run.json").write_text(json.dumps({"data": {"corpus": "files:x", "partition": "IID"}}))
+    (folders[0] / "run.json").write_text(json.dumps({"format": 2, "data": {"corpus": "files:x", "partition": "IID"}}))
     assert "not comparable" in sentence(comparison(folders))
 
 

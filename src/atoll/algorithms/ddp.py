@@ -1,7 +1,7 @@
 """DDP: agree on every gradient. The baseline that all the others are measured against.
 
 Each round every island computes the gradient of its own batches at the shared weights; the mean over islands is one step of the
-optimizer, which every island takes alike. Islands communicate after every step, and the slowest sets the pace.
+optimizer, which every island takes. Islands communicate after every step, and the slowest sets the pace.
 """
 
 from __future__ import annotations

@@ -89,7 +89,8 @@ class Sharded:
 
     async def reduce(self, gradient: Gradient, peers: Peers, *, keep: bool = False) -> Reduced | None:
         """The gradients of all islands, added up. None if there is nothing to step with, as all islands then know: gradients of
-        some island are not finite, or no island has any. `keep` sends a snapshot: the gradient is still added to."""
+        some island are not finite, or no island has any. `keep`: the round goes on adding to this gradient, as ACCO adds a batch's
+        second half to its first. Islands then exchange a snapshot of it."""
         wire = self.wire_dtype(gradient.sum)
         sent = gradient.sum.copy(wire) if keep else gradient.sum
         summed = await peers.reduce_scatter(sent, gradient.weight, wide=self.sums == "fp32", wire=wire)
@@ -108,7 +109,8 @@ class Sharded:
         return chunked_step.preview(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
 
     def step(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced, *, send: bool = True) -> Stepped:
-        """A step on the slice. Without `send` the new weights stay here, and the gradient can be used once more."""
+        """A step on the slice. Without `send` islands do not need the new weights, because the algorithm takes a second step with
+        the same gradient, as WP does to predict weights."""
         over, times, sent = reduced.weight, reduced.shortening, self.wire_dtype(params)
         return chunked_step.step(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent, send=send)
 

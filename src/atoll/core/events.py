@@ -428,7 +428,7 @@ class Progress(Event):
     note: str = ""
 
 
-def from_json(line: str) -> Event:
+def read_event(line: str) -> Event:
     """The event that `to_json` wrote."""
     record = _read(json.loads(line))
     kind = KINDS[record.pop("event")]

@@ -29,7 +29,7 @@ from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.events import Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Batches, Sink, Workload
-from atoll.core.serialization import load_tree, read_tensors, save_tree, write_tensors
+from atoll.core.serialization import load_tree, read_tensors, save_tree, write_tensors, write_text
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
@@ -37,7 +37,7 @@ from atoll.engines.simulator.spec import Simulator
 from atoll.engines.spec import EngineSpec, read_spec, refuse_torchrun, saved_spec, write_spec
 from atoll.engines.warm_start_training import Cache, Prepared, RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
-from atoll.runs.folder import RunFolder, default_path, write_text
+from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run import Run, device_of, dtype_of
 from atoll.runs.validation import check_finetuning_inputs
 from atoll.runs.workloads import partitioned_by_weights

@@ -12,11 +12,12 @@ from typing import ClassVar, Protocol, runtime_checkable
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.serialization import write_text
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.processes.spec import Processes
 from atoll.engines.ray.spec import Ray
 from atoll.engines.simulator.spec import Simulator
-from atoll.runs.folder import RunFolder, write_text
+from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
 
 FORMAT = 1

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Self, TypeVar
 
 from atoll.core.errors import CheckpointError
-from atoll.core.events import Arrived, Evaluated, Event, RoundFinished, RunFinished, RunStarted, from_json
+from atoll.core.events import Arrived, Evaluated, Event, RoundFinished, RunFinished, RunStarted, read_event
 
 E = TypeVar("E", bound=Event)
 Clock = Literal["virtual", "wall"]
@@ -118,7 +118,7 @@ def read_clock(folder: str | Path) -> Clock:
 
 def _parse(path: Path, number: int, line: bytes) -> Event | None:
     try:
-        return from_json(line.decode())
+        return read_event(line.decode())
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         if not line.endswith(b"\n"):  # only the last line can lack its end
             return None

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core import events as ev
-from atoll.core.errors import CheckpointError
+from atoll.core.errors import ConfigError
 from atoll.telemetry.event_log import read_events
 
+RUN_FORMAT = 2
+"""Version of run.json, of the events and of the names of types in a run's folder."""
 _STALENESS_WINDOW = 20
 
 
@@ -135,17 +137,23 @@ def read_progress(folder: str | Path) -> RunningTotals:
 
 
 def read_settings(folder: str | Path) -> dict[str, Any]:
-    """run.json of a run, as plain data."""
+    """The Run of a folder as plain data. ConfigError if run.json cannot be read, or another version of atoll wrote it."""
     path = Path(folder) / "run.json"
     try:
         run = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
+    except FileNotFoundError as error:
+        raise ConfigError(
             f"{folder} is not the folder of a run: {path.name} cannot be read ({error.strerror}). Give a folder that `atoll run` "
             f"wrote."
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}). Restore it.") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Restore it from a copy, or start a new run.") from error
     if not isinstance(run, dict):
-        raise CheckpointError(f"{path} holds a {type(run).__name__}, not an object. Restore it.")
+        raise ConfigError(f"{path} holds a {type(run).__name__} and should hold a Run. Restore it from a copy.")
+    version = run.pop("format", 1)
+    if version != RUN_FORMAT:
+        raise ConfigError(
+            f"{path} has format {version}, and this version of atoll reads format {RUN_FORMAT}. Use the version of atoll that "
+            f"wrote it (see source.txt there), or start a new run."
+        )
     return run

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -105,8 +104,7 @@ class Run:
             raise ConfigError(f"steps={self.steps} is no multiple of inner_steps={self.algorithm.inner_steps}. Change one.")
 
 
-def candidates(protocol: Any) -> Sequence[type]:
-    return {Rule: [Nesterov, Adam], Algorithm: [DiLoCo]}.get(protocol, [])
+candidates = {Rule: [Nesterov, Adam], Algorithm: [DiLoCo]}
 
 
 def changed(*assignments: str, run: Run | None = None) -> Run:

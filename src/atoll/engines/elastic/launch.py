@@ -45,14 +45,14 @@ def start(request: RunRequest) -> Result:
             "under torchrun, or leave the workload out."
         )
     if request.run is not None:
-        check_algorithm(request.run)
+        check_replicated(request.run)
     with request.open() as task:
         if not task.finished:
             supervise(task)
         return task.reopen()
 
 
-def check_algorithm(run: Run) -> None:
+def check_replicated(run: Run) -> None:
     """Refuse an algorithm whose state would be lost with an island."""
     algorithm: Any = run.resolved.algorithm
     if not isinstance(algorithm, AsyncAlgorithm):  # the spec refuses those

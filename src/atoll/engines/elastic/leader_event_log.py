@@ -99,7 +99,7 @@ class CommitLog:
         """Take over the commits of another island, or of a checkpoint. Some that this island saw itself may be void."""
         self._records.clear()
         for number, epoch, opening, lines in parts:
-            self._records.append(CommitRecord(StateVersion(number, epoch), opening, [*map(ev.from_json, lines)]))
+            self._records.append(CommitRecord(StateVersion(number, epoch), opening, [*map(ev.read_event, lines)]))
         self._written = NO_VERSION
 
 

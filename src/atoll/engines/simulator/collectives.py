@@ -21,8 +21,8 @@ from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.runs.cluster import (
     CONTROL_BYTES,
     CollectiveCost,
+    CollectiveTopology,
     Link,
-    Topology,
     all_gather_cost,
     all_reduce_cost,
     reduce_scatter_cost,
@@ -56,7 +56,7 @@ class SimCollectives:
     islands: Sequence[int]  # the numbers of the members, in rank order
     heard: Sequence[bool]  # whether the messages of each member arrive in this round
     links: Sequence[Link]
-    topology: Topology  # of means; slices always travel on a ring
+    topology: CollectiveTopology  # of means; slices always travel on a ring
     accounting: RunAccounting
     sink: Sink
     inside: int | None = None  # the island whose devices are the members; None if islands are
