@@ -2,7 +2,9 @@
 
 import __future__
 
+import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -317,6 +319,70 @@ def test_every_table_that_a_page_announces_is_there(page):
     text = page.read_text()
     assert "The record's tables go here" not in text, f"{page.name} waits for a record: run the benchmark that it names"
     assert not re.search(r"<!-- (\w+):begin -->\s*<!-- \1:end -->", text), f"{page.name} has an empty place for a record"
+
+
+# ------------------------------------------------------------------------------------------------------------------ traces
+
+PACKAGE = Path(atoll.__file__).parent
+STEP = re.compile(r"^(?:\d+\. |\| |$)", flags=re.MULTILINE)
+CODE = re.compile(r"`(?:([\w/]+\.py): )?(?:([A-Z]\w*)\.)?([A-Za-z_]\w*)`")
+
+
+def definitions(body):
+    """What these statements define, by name."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name: node for node in body if isinstance(node, functions)}
+
+
+@functools.cache
+def package():
+    """The definitions of each module of the package, by its path, and all its classes."""
+    modules = {path.relative_to(PACKAGE): definitions(ast.parse(path.read_text()).body) for path in PACKAGE.rglob("*.py")}
+    classes = {name: node for module in modules.values() for name, node in module.items() if isinstance(node, ast.ClassDef)}
+    return modules, classes
+
+
+def has_method(kind, name):
+    """Whether a class of the package, or one that it inherits from, defines this method."""
+    node = package()[1].get(kind)
+    return node is not None and (
+        name in definitions(node.body) or any(has_method(base.id, name) for base in node.bases if isinstance(base, ast.Name))
+    )
+
+
+def named_file(name, before):
+    """The file that a page names by its path under src/atoll, or by its name beside the file named before, or by its name only."""
+    paths = [path for path in package()[0] if path == Path(name) or (before and path == before.parent / name)]
+    paths = paths or [path for path in package()[0] if f"/{path}".endswith(f"/{name}")]
+    assert len(paths) == 1, f"{name} is {paths}"
+    return paths[0]
+
+
+def check_step(step):
+    """Resolves the names of a step: `file.py: Class.method`, `file.py: function`, and names without a file, whose file or class the
+    step has named before."""
+    modules, classes = package()
+    path, kinds = None, set()
+    for file, owner, name in CODE.findall(step):
+        if file:
+            path = named_file(file, path)
+            assert not owner or owner in modules[path], f"{path} has no class {owner}: {step}"
+        if owner:
+            kinds.add(owner)
+            assert has_method(owner, name), f"{owner} has no method {name}: {step}"
+        elif file:
+            assert name in modules[path], f"{path} has no {name}: {step}"
+        elif path:
+            known = name in modules[path] or name in classes or any(has_method(kind, name) for kind in kinds)
+            assert known, f"neither {path} nor {sorted(kinds)} has {name}: {step}"
+
+
+def test_every_function_in_the_traces_of_the_design_page_exists():
+    traces = re.search(r"^## Traces\n(.*?)^## ", (DOCS / "design.md").read_text(), flags=re.MULTILINE | re.DOTALL)[1]
+    steps = STEP.split(traces)
+    assert len(steps) > 80
+    for step in steps:
+        check_step(step)
 
 
 # ------------------------------------------------------------------------------------------------------------------- links
