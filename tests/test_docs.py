@@ -1,4 +1,4 @@
-"""The pages are true: code runs, command lines are understood, tables are complete, links lead somewhere."""
+"""The pages match the code: their Python runs, their command lines parse, their tables are complete, their links resolve."""
 
 import __future__
 
@@ -47,7 +47,7 @@ def blocks(page, language):
 
 
 def shell_lines(page):
-    """The command lines of a page; one that a backslash carries on is one."""
+    """The command lines of a page. Lines joined by a backslash are one."""
     lines = (line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -66,8 +66,8 @@ def small(run, *more):
 
 
 @pytest.fixture
-def understood(monkeypatch, capsys, tmp_path):
-    """Lets the command line read a line and stops at the verb: gives the verb's name and what it would have been called with."""
+def parsed(monkeypatch, capsys, tmp_path):
+    """Parses a command line with atoll's command, and returns the name of the verb and its arguments instead of carrying it out."""
     calls = []
 
     def stand_in(module, name):
@@ -95,7 +95,7 @@ def understood(monkeypatch, capsys, tmp_path):
 
 
 def check_values(verb, given):
-    """What a verb looks at first, without doing it: that recipes exist, and that settings fit them and one another."""
+    """Checks the arguments of a verb without carrying it out: recipes exist, and settings fit them and one another."""
     if verb == "prepare_data":
         asked = given["preparation"]
         Text(corpus=asked.corpus, tokenizer=asked.tokenizer, validation_fraction=asked.validation_fraction)
@@ -114,20 +114,20 @@ def check_values(verb, given):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_line_of_a_page_is_understood(page, understood):
+def test_every_command_line_of_a_page_parses(page, parsed):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for line in shell_lines(page):
         words = shlex.split(line, comments=True)
         program = Path(words[0]).name
-        if program == "torchrun":  # which is given the command after its own options
+        if program == "torchrun":  # the command follows torchrun's own options
             words = words[words.index("-m") + 1 :]
             program = words[0]
         if program == "atoll":
-            check_values(*understood(words))
+            check_values(*parsed(words))
         elif program == "make":
             assert set(words[1:]) <= {*targets} | {word for word in words if "=" in word}, line
         else:
-            assert program in {"python", "pip", "git", "cd", "export"}, f"{page.name}: nobody checks {line!r}"
+            assert program in {"python", "pip", "git", "cd", "export"}, f"{page.name}: no test checks {line!r}"
 
 
 # ---------------------------------------------------------------------------------------------------- adding an algorithm
@@ -182,7 +182,7 @@ class StopsAfter:
 
 @pytest.fixture
 def python(monkeypatch):
-    """Carries out a line `python -c CODE ARGUMENTS` of the page in this process."""
+    """Executes a line `python -c CODE ARGUMENTS` of the page in this process."""
 
     def run(line):
         _, option, code, *arguments = shlex.split(line)
@@ -389,13 +389,13 @@ def test_every_function_in_the_traces_of_the_design_page_exists():
 
 
 def anchors(page):
-    """What a link may point to within a page: its headings, as they are usually rendered."""
+    """The anchors of a page: its headings, as code hosts render them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_of_a_page_leads_somewhere(page):
+def test_every_link_of_a_page_resolves(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
             continue
@@ -405,6 +405,6 @@ def test_every_link_of_a_page_leads_somewhere(page):
         assert not anchor or anchor in anchors(found), f"{page.name} links to {target}"
 
 
-def test_the_changelog_speaks_of_this_version():
+def test_the_changelog_has_this_version():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)

@@ -63,7 +63,7 @@ class ThreadedRun:
         self.something_logged = threading.Condition()
         self.waits = {}
         """By island and round: after that commit, the island waits until a line is logged that begins like this."""
-        resolved = run.resolved  # the warm start comes before the islands: threads share their random numbers
+        resolved = run.resolved  # the warm start precedes the islands: threads share their random numbers
         plain = single_shard_workload(resolved, load_data(resolved, Cache()))
         get_warm_start(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
         fast = replace(spec, quorum_timeout_s=30.0, heartbeat_timeout_s=0.8)
@@ -111,7 +111,7 @@ class ThreadedRun:
         return IslandProcess(self.join_info, self.rendezvous.address, HOST, name, self.folder, lambda text: None)
 
     def wait_until(self, what):
-        """Until a line is logged that begins like this."""
+        """Waits for a log line that begins with this text."""
         with self.something_logged:
             found = self.something_logged.wait_for(lambda: any(text.startswith(what) for text in self.logged), 30.0)
             assert found, (what, self.logged)
