@@ -413,7 +413,7 @@ def _initial_state(
 
 
 def _allocated_bytes(device: str) -> int | None:
-    """Bytes that a device's allocator has handed out, the workspace of its libraries included; None on a CPU."""
+    """Bytes that a device's allocator has allocated, the workspace of its libraries included; None on a CPU."""
     if not device.startswith("cuda"):
         return None
     some = torch.ones(64, 64, dtype=torch.bfloat16, device=device, requires_grad=True)

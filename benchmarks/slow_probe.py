@@ -89,9 +89,9 @@ def _send(connection: socket.socket, num_bytes: int) -> None:
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> None:
-    room = memoryview(bytearray(_CHUNK_BYTES))
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     while num_bytes > 0:
-        got = connection.recv_into(room[: min(_CHUNK_BYTES, num_bytes)])
+        got = connection.recv_into(buffer[: min(_CHUNK_BYTES, num_bytes)])
         if not got:
             raise ConnectionError("the other island closed the connection")
         num_bytes -= got

@@ -1,8 +1,10 @@
-"""The pages are true: code runs, command lines are understood, tables are complete, links lead somewhere."""
+"""The pages match the code: their Python runs, their command lines parse, their tables are complete, their links resolve."""
 
 import __future__
 
+import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -47,7 +49,7 @@ def blocks(page, language):
 
 
 def shell_lines(page):
-    """The command lines of a page; one that a backslash carries on is one."""
+    """The command lines of a page. Lines joined by a backslash are one."""
     lines = (line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -66,8 +68,8 @@ def small(run, *more):
 
 
 @pytest.fixture
-def understood(monkeypatch, capsys, tmp_path):
-    """Lets the command line read a line and stops at the verb: gives the verb's name and what it would have been called with."""
+def parsed(monkeypatch, capsys, tmp_path):
+    """Parses a command line with atoll's command, and returns the name of the verb and its arguments instead of carrying it out."""
     calls = []
 
     def stand_in(module, name):
@@ -98,7 +100,7 @@ def understood(monkeypatch, capsys, tmp_path):
 
 
 def check_values(verb, given):
-    """What a verb looks at first, without doing it: that recipes exist, and that settings fit them and one another."""
+    """Checks the arguments of a verb without carrying it out: recipes exist, and settings fit them and one another."""
     if verb == "prepare_data":
         asked = given["preparation"]
         Text(corpus=asked.corpus, tokenizer=asked.tokenizer, validation_fraction=asked.validation_fraction)
@@ -117,20 +119,20 @@ def check_values(verb, given):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_line_of_a_page_is_understood(page, understood):
+def test_every_command_line_of_a_page_parses(page, parsed):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for line in shell_lines(page):
         words = shlex.split(line, comments=True)
         program = Path(words[0]).name
-        if program == "torchrun":  # which is given the command after its own options
+        if program == "torchrun":  # the command follows torchrun's own options
             words = words[words.index("-m") + 1 :]
             program = words[0]
         if program == "atoll":
-            check_values(*understood(words))
+            check_values(*parsed(words))
         elif program == "make":
             assert set(words[1:]) <= {*targets} | {word for word in words if "=" in word}, line
         else:
-            assert program in {"python", "pip", "git", "cd", "export"}, f"{page.name}: nobody checks {line!r}"
+            assert program in {"python", "pip", "git", "cd", "export"}, f"{page.name}: no test checks {line!r}"
 
 
 # ---------------------------------------------------------------------------------------------------- adding an algorithm
@@ -185,7 +187,7 @@ class StopsAfter:
 
 @pytest.fixture
 def python(monkeypatch):
-    """Carries out a line `python -c CODE ARGUMENTS` of the page in this process."""
+    """Executes a line `python -c CODE ARGUMENTS` of the page in this process."""
 
     def run(line):
         _, option, code, *arguments = shlex.split(line)
@@ -324,17 +326,81 @@ def test_every_table_that_a_page_announces_is_there(page):
     assert not re.search(r"<!-- (\w+):begin -->\s*<!-- \1:end -->", text), f"{page.name} has an empty place for a record"
 
 
+# ------------------------------------------------------------------------------------------------------------------ traces
+
+PACKAGE = Path(atoll.__file__).parent
+STEP = re.compile(r"^(?:\d+\. |\| |$)", flags=re.MULTILINE)
+CODE = re.compile(r"`(?:([\w/]+\.py): )?(?:([A-Z]\w*)\.)?([A-Za-z_]\w*)`")
+
+
+def definitions(body):
+    """What these statements define, by name."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name: node for node in body if isinstance(node, functions)}
+
+
+@functools.cache
+def package():
+    """The definitions of each module of the package, by its path, and all its classes."""
+    modules = {path.relative_to(PACKAGE): definitions(ast.parse(path.read_text()).body) for path in PACKAGE.rglob("*.py")}
+    classes = {name: node for module in modules.values() for name, node in module.items() if isinstance(node, ast.ClassDef)}
+    return modules, classes
+
+
+def has_method(kind, name):
+    """Whether a class of the package, or one that it inherits from, defines this method."""
+    node = package()[1].get(kind)
+    return node is not None and (
+        name in definitions(node.body) or any(has_method(base.id, name) for base in node.bases if isinstance(base, ast.Name))
+    )
+
+
+def named_file(name, before):
+    """The file that a page names by its path under src/atoll, or by its name beside the file named before, or by its name only."""
+    paths = [path for path in package()[0] if path == Path(name) or (before and path == before.parent / name)]
+    paths = paths or [path for path in package()[0] if f"/{path}".endswith(f"/{name}")]
+    assert len(paths) == 1, f"{name} is {paths}"
+    return paths[0]
+
+
+def check_step(step):
+    """Resolves the names of a step: `file.py: Class.method`, `file.py: function`, and names without a file, whose file or class the
+    step has named before."""
+    modules, classes = package()
+    path, kinds = None, set()
+    for file, owner, name in CODE.findall(step):
+        if file:
+            path = named_file(file, path)
+            assert not owner or owner in modules[path], f"{path} has no class {owner}: {step}"
+        if owner:
+            kinds.add(owner)
+            assert has_method(owner, name), f"{owner} has no method {name}: {step}"
+        elif file:
+            assert name in modules[path], f"{path} has no {name}: {step}"
+        elif path:
+            known = name in modules[path] or name in classes or any(has_method(kind, name) for kind in kinds)
+            assert known, f"neither {path} nor {sorted(kinds)} has {name}: {step}"
+
+
+def test_every_function_in_the_traces_of_the_design_page_exists():
+    traces = re.search(r"^## Traces\n(.*?)^## ", (DOCS / "design.md").read_text(), flags=re.MULTILINE | re.DOTALL)[1]
+    steps = STEP.split(traces)
+    assert len(steps) > 80
+    for step in steps:
+        check_step(step)
+
+
 # ------------------------------------------------------------------------------------------------------------------- links
 
 
 def anchors(page):
-    """What a link may point to within a page: its headings, as they are usually rendered."""
+    """The anchors of a page: its headings, as code hosts render them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_of_a_page_leads_somewhere(page):
+def test_every_link_of_a_page_resolves(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
             continue
@@ -344,6 +410,6 @@ def test_every_link_of_a_page_leads_somewhere(page):
         assert not anchor or anchor in anchors(found), f"{page.name} links to {target}"
 
 
-def test_the_changelog_speaks_of_this_version():
+def test_the_changelog_has_this_version():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)

@@ -132,7 +132,7 @@ def test_a_given_argument_is_used_up(given, numel):
 def test_the_buffer_of_a_given_argument_goes_back_into_circulation():
     numel = 2 * CHUNK + 7
     one, two = some(numel, 0), some(numel, 1)
-    keep = one.flat  # so that no new buffer can come to lie there
+    keep = one.flat  # so that no new buffer can have that address
     Rules().difference(one.donate(), two)
     assert empty(numel, torch.float32, torch.device("cpu")).data_ptr() == keep.data_ptr()
 

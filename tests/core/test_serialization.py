@@ -69,7 +69,7 @@ def disk_with_room_for(nbytes: int) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------------------------- tensors
 
 
-def test_tensors_of_every_dtype_come_back_with_their_bits(tmp_path):
+def test_tensors_of_every_dtype_are_read_back_with_their_bits(tmp_path):
     write_tensors(tmp_path / "x.safetensors", assorted(), {"step": "3", "note": "ü\n"})
     tensors, metadata = read_tensors(tmp_path / "x.safetensors")
     expected = assorted()
@@ -221,7 +221,7 @@ def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):
     st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=5),
     st.lists(st.sampled_from(FLOATS), min_size=1, max_size=4),
 )
-def test_a_tree_comes_back_with_names_order_shapes_dtypes_and_bits(shapes, dtypes):
+def test_a_tree_is_read_back_with_names_order_shapes_dtypes_and_bits(shapes, dtypes):
     generator = torch.Generator().manual_seed(0)
     named = [(f"t{i}", torch.randn(s, generator=generator).to(dtypes[i % len(dtypes)])) for i, s in enumerate(shapes)]
     tree = Tree.of(dict(reversed(named))) * (1 + 2.0**-20)  # too fine for the narrow ones' own dtypes
@@ -235,7 +235,7 @@ def test_a_tree_comes_back_with_names_order_shapes_dtypes_and_bits(shapes, dtype
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_shards_come_back_as_shards_and_join_to_the_whole(tmp_path, size):
+def test_shards_are_read_back_as_shards_and_join_to_the_whole(tmp_path, size):
     whole = Tree.of({"w": torch.randn(7, 3), "b": torch.randn(3), "v": torch.randn(4, 2).bfloat16()})
     for rank in range(size):
         save_tree(tmp_path / f"{rank}", whole.shard(rank, size))

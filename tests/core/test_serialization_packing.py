@@ -81,12 +81,12 @@ EXTRA = {
 }
 
 
-def test_a_state_comes_back_with_its_types_and_bits():
+def test_a_state_is_read_back_with_its_types_and_bits():
     saved = state(2.5, waiting=Gradient(tree(4.0), 3.0, 24), extra=EXTRA)
     assert same(unpack(through_json(pack(saved)), like=state(0.0, waiting=Gradient(tree(), 0.0, 0), extra=EXTRA)), saved)
 
 
-def test_a_state_comes_back_from_a_file(tmp_path):
+def test_a_state_is_read_back_from_a_file(tmp_path):
     saved = state(2.5, waiting=Gradient(tree(4.0), 3.0, 24), extra=EXTRA)
     packed = pack(saved)
     write_tensors(tmp_path / "state.safetensors", packed.tensors, {"structure": json.dumps(packed.structure)})
@@ -100,7 +100,7 @@ def test_a_state_comes_back_from_a_file(tmp_path):
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
     )
 )
-def test_any_plain_value_comes_back_exactly(value: Any):
+def test_any_plain_value_is_read_back_exactly(value: Any):
     assert same(unpack(through_json(pack(value)), like=None), value)
 
 

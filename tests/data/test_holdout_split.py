@@ -1,4 +1,4 @@
-"""What is held out: by content, never by order, and never nothing."""
+"""The held-out split depends on the content of documents, not on their order, and is never empty."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_fewer_domains_than_shards_are_refused_by_name():
         ByDomain().shards(examples_of({"a": 10, "b": 20}), 3, 0)
 
 
-def test_dirichlet_shards_are_alike_for_a_large_alpha_and_differ_for_a_small_one():
+def test_dirichlet_shards_have_similar_domains_for_a_large_alpha_and_differ_for_a_small_one():
     examples = examples_of(dict.fromkeys("abcdefgh", 400))
 
     def spread(alpha: float) -> float:

@@ -298,7 +298,7 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path):
         for at in range(0, len(whole), max(1, len(whole) // 40)):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
             if name == "meta.json" and json_equal(path.read_bytes(), whole):
-                continue  # a flip in white space or in the spelling of a number says the same
+                continue  # a flip in white space or in the spelling of a number has the same meaning
             with pytest.raises(
                 CheckpointError, match=rf"round 2 is damaged: .*{name}.*older one, of round 1.*remove the folder .*00000002"
             ):

@@ -149,12 +149,12 @@ def test_a_member_that_does_not_answer_is_named_after_the_timeout(four):
 
 def test_the_others_name_a_member_that_is_killed_in_a_collective():
     began_s = time.perf_counter()
-    (first, told), (second, nothing), (third, also) = outcomes(3, sum_until_killed, 1, 20.0)
+    (first, first_error), (second, nothing), (third, third_error) = outcomes(3, sum_until_killed, 1, 20.0)
     assert second == -signal.SIGKILL
     assert nothing is None
     assert (first, third) == (0, 0)
-    for error in (told, also):
+    for error in (first_error, third_error):
         assert isinstance(error, ExchangeFailed)
         assert re.search(r"could not (send to|hear from) rank \d: it has closed its connection", str(error))
-    assert "rank 1" in f"{told} {also}"
+    assert "rank 1" in f"{first_error} {third_error}"
     assert time.perf_counter() - began_s < 60

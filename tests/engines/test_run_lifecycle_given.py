@@ -1,4 +1,4 @@
-"""What is given to a run from Python: another thing than was asked for is refused before there is a folder."""
+"""`run` refuses arguments of a wrong type before it creates a folder."""
 
 import pytest
 import torch

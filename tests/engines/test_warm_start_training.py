@@ -1,4 +1,4 @@
-"""A warm start is training by one replica, once for all runs that agree in what it depends on."""
+"""A warm start is training by one replica, and runs with the same inputs share it."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Modules in half precision: nothing too small for them is lost, and nothing that is not trained pays for it."""
+"""Modules in half precision: master weights keep small updates, and parameters that are not trained have none."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is held is found wherever it is, once; and the paper's formulas have the run's own widths."""
+"""Memory accounting finds every held tensor once, and the paper's formulas use the run's own dtypes."""
 
 from dataclasses import dataclass
 

@@ -186,7 +186,7 @@ def test_replicas_that_cannot_be_stacked_are_reported():
 
 
 class Besides(torch.nn.Module):
-    """A decoder with something besides: a parameter that nobody uses, and buffers."""
+    """A decoder with an unused parameter and buffers."""
 
     def __init__(self, decoder: torch.nn.Module, counts: bool, persistent: bool) -> None:
         super().__init__()

@@ -277,6 +277,6 @@ def test_an_error_of_the_run_is_not_taken_for_one_of_the_lock(tmp_path):
         raise OSError("the run's own")
 
 
-def test_a_folder_that_is_gone_cannot_be_locked(tmp_path):
+def test_a_removed_folder_cannot_be_locked(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write to .*gone: No such file"), RunFolder(tmp_path / "gone").lock():
         pass

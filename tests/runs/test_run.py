@@ -1,4 +1,4 @@
-"""A Run refuses what does not go together, and leaves nothing open when it is resolved."""
+"""A Run refuses parts that do not fit together, and a resolved Run has no open settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOY = Run(
 
 @dataclass(frozen=True, kw_only=True)
 class Pushing:
-    """Says what a Run asks of an asynchronous algorithm, and is never carried out."""
+    """Has what a Run reads of an asynchronous algorithm, and is never carried out."""
 
     inner_steps: int = 6
     outer: Rule = SGD(lr=Cosine(lr=0.7))

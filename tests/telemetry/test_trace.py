@@ -1,4 +1,4 @@
-"""The trace shows what the events say: no overlap on a row, all computing time, all bytes."""
+"""The trace agrees with the events: no overlap on a row, all computing time, all bytes."""
 
 from __future__ import annotations
 

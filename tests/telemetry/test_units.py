@@ -1,4 +1,4 @@
-"""Figures for people: what is shown is what was meant, to three digits."""
+"""Units for display, to three digits."""
 
 from __future__ import annotations
 

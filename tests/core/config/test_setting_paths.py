@@ -138,14 +138,14 @@ FULL = Run(
 
 
 @pytest.mark.parametrize("run", [Run(), FULL])
-def test_a_run_comes_back_equal_from_a_file(run: Run):
+def test_a_run_is_equal_after_a_file(run: Run):
     text = json.dumps(to_json(run), allow_nan=False)
     assert from_json(json.loads(text)) == run
 
 
 @settings(deadline=None)
 @given(st.floats(allow_nan=False))
-def test_every_float_comes_back_with_its_bits(value: float):
+def test_every_float_keeps_its_bits_in_a_file(value: float):
     back = from_json(json.loads(json.dumps(to_json((value,)), allow_nan=False)))
     assert back[0].hex() == value.hex()
 

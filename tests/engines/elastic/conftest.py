@@ -62,7 +62,7 @@ class ThreadedRun:
         self.something_logged = threading.Condition()
         self.waits = {}
         """By island and round: after that commit, the island waits until a line is logged that begins like this."""
-        # The warm start comes before the islands: threads share their random numbers.
+        # The warm start precedes the islands: threads share their random numbers.
         RunPreparation(run.resolved).warm_start(RunFolder(self.folder).warm_start, Recorder())
         fast = replace(spec, quorum_timeout_s=30.0, heartbeat_timeout_s=0.8)
         self.rendezvous = Rendezvous(replace(self.join_info, spec=fast), f"{HOST}:0")
@@ -109,7 +109,7 @@ class ThreadedRun:
         return IslandProcess(self.join_info, self.rendezvous.address, HOST, name, self.folder, lambda text: None)
 
     def wait_until(self, what):
-        """Until a line is logged that begins like this."""
+        """Waits for a log line that begins with this text."""
         with self.something_logged:
             found = self.something_logged.wait_for(lambda: any(text.startswith(what) for text in self.logged), 30.0)
             assert found, (what, self.logged)

@@ -111,7 +111,7 @@ def test_an_island_that_returns_after_the_end_does_not_change_the_finished_run(t
     assert ("island-0001 has nothing to do: the run is finished" in live.logged) != awake
 
 
-def test_an_island_that_recovered_takes_the_write_lease_anew(threaded, toy):
+def test_an_island_that_recovered_takes_the_write_lease_again(threaded, toy):
     live = threaded(toy(1), Elastic(processes=1))
     island, donor = live.one_island(), live.one_island("donor")
     leader_log, log = island._leader_log, RunFolder(live.folder).events
@@ -132,7 +132,8 @@ def test_an_island_that_recovered_takes_the_write_lease_anew(threaded, toy):
 
 
 def away_and_back(live, *, gone, back):
-    """The only island that has the folder leaves after round `gone`. One without it goes on, and sees it again in round `back`."""
+    """The only island that has the folder leaves after round `gone`. One without the folder trains on, and the first returns in
+    round `back`."""
     live.waits = {
         ("island-0000", 3): "zz-elsewhere begins with",
         ("zz-elsewhere", back): f"island-0000 begins with round {back}",

@@ -217,7 +217,7 @@ def test_a_new_leader_makes_up_for_what_the_old_one_died_over(island, dies):
     setattr(first.leader_log, f"_{dies}", die)
     with pytest.raises(Died):
         first.commit(10, 10)
-    assert first.commits[-1] == (10, 10), "the log tells of the round in which it was due"
+    assert first.commits[-1] == (10, 10), "the log names the round in which it was due"
     for number in range(1, 13):
         second.commit(number, number, leader="a" if number > 10 else "dead")
     assert [event.round for event in second.events(Evaluated)] == ([11] if dies == "evaluate" else [10])

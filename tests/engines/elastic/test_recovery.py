@@ -91,7 +91,7 @@ def recovery(monkeypatch):
     ("saved", "done"),
     [(None, "resumes alone"), ([5, 9], "resumes alone"), ([4, 20], "resumes alone"), ([5, 10], "restores round 5")],
 )
-def test_a_donor_that_is_gone_may_have_left_a_newer_checkpoint(recovery, saved, done):
+def test_a_dead_donor_may_have_left_a_newer_checkpoint(recovery, saved, done):
     engine = Engine()
     recovery(Registry(), LeaderLog(saved)).confirm(engine)
     assert engine.done == [done]
@@ -237,7 +237,7 @@ def test_without_a_registry_and_a_holder_of_the_state_an_island_ends_with_an_err
     assert engine.done == []
 
 
-def test_an_island_waits_for_a_holder_that_answers_though_the_registry_is_gone(recovery):
+def test_an_island_waits_for_a_holder_that_answers_though_the_registry_is_unreachable(recovery):
     class Gone(Registry):
         def refresh(self):
             super().refresh()

@@ -108,8 +108,8 @@ def test_with_fewer_shards_than_processes_each_batch_is_read_once_and_the_bits_a
 
 def test_free_batches_need_a_shard_for_each_process(four):
     workload = Regression(batches=RegressionBatches(num_shards=2))
-    told = four.run(refused, ACCO(optimizer=RULE, batch="free"), workload, size=3)
-    assert all("3 processes read 2 shards" in text and "data.shards=3" in text for text in told)
+    errors = four.run(refused, ACCO(optimizer=RULE, batch="free"), workload, size=3)
+    assert all("3 processes read 2 shards" in text and "data.shards=3" in text for text in errors)
 
 
 def refused(group, algorithm, workload):

@@ -113,8 +113,8 @@ def exchanges(events):
 
 
 def test_an_algorithm_that_needs_whole_weights_is_refused(four):
-    told = four.run(refused, DiLoCo(inner_steps=2, pruned=0.5), INSIDE[0])
-    assert all("algorithm.pruned=0.5" in text and "pruned=0" in text for text in told)
+    errors = four.run(refused, DiLoCo(inner_steps=2, pruned=0.5), INSIDE[0])
+    assert all("algorithm.pruned=0.5" in text and "pruned=0" in text for text in errors)
 
 
 def refused(group, algorithm, inside):

@@ -1,4 +1,4 @@
-"""What is said of processes that failed: which was the first, why, and how the run goes on."""
+"""Errors about failed processes: which failed first, why, and how to resume the run."""
 
 import signal
 from dataclasses import replace

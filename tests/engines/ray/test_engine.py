@@ -63,8 +63,8 @@ def request(number=1, weights=WEIGHTS):
 class FakeHub:
     """Replies with these statuses in order, then with the last one. Records the calls."""
 
-    def __init__(self, tells, ends=(), outcomes=(), after_evaluation=()):
-        self.tells, self.ends, self.outcomes, self.asked = list(tells), list(ends), list(outcomes), []
+    def __init__(self, statuses, ends=(), outcomes=(), after_evaluation=()):
+        self.statuses, self.ends, self.outcomes, self.asked = list(statuses), list(ends), list(outcomes), []
         self.after_evaluation, self.saves = after_evaluation, True
 
     def __getattr__(self, what):
@@ -77,7 +77,7 @@ class FakeHub:
     def answer(self, what):
         match what:
             case "status":
-                return self.tells.pop(0) if len(self.tells) > 1 else self.tells[0]
+                return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
             case "finish":
                 return self.ends.pop(0) if self.ends else "the figures"
             case "result":
@@ -85,7 +85,7 @@ class FakeHub:
             case "save":
                 return self.saves
             case "evaluated":
-                self.tells += self.after_evaluation
+                self.statuses += self.after_evaluation
         return None
 
     def of(self, what):

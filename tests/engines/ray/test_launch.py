@@ -1,4 +1,4 @@
-"""Launching a run on Ray, as far as that goes without Ray."""
+"""Launching a run on Ray: the parts that need no Ray."""
 
 import fcntl
 import os

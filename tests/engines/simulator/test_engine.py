@@ -1,4 +1,4 @@
-"""The simulator: honest time, honest bytes, and the same log every time."""
+"""The simulator: virtual times and bytes by hand, and the same log from the same seed."""
 
 import copy
 import itertools
@@ -107,7 +107,7 @@ def test_a_diverged_replica_is_found_in_the_same_round():
 
 @dataclass(frozen=True)
 class Deserter(DiLoCo):
-    """A faulty algorithm: one island does not come to the exchange."""
+    """A faulty algorithm: one island does not reach the exchange."""
 
     async def round(self, state, replica, peers):
         return state if peers.rank == 1 else await super().round(state, replica, peers)
@@ -221,7 +221,7 @@ def test_work_requested_in_parts_is_the_same_work():
 
 @dataclass(frozen=True)
 class Hoarder(DiLoCo):
-    """Keeps a raw view of what an exchange brought: the engine must not hand that memory on."""
+    """Keeps a raw view of the result of an exchange: the engine must not reuse that memory."""
 
     async def round(self, state, replica, peers):
         replica.load(state.params)
@@ -264,7 +264,7 @@ def test_impossible_weights_are_refused(weight):
 
 @dataclass(frozen=True)
 class Noisy(Regression):
-    """Draws in its loss, where no module says so."""
+    """Draws random numbers in its loss, not in a module."""
 
     def loss(self, module, batch):
         inputs, targets = batch
@@ -355,7 +355,7 @@ class CountingState:
 
 @dataclass(frozen=True)
 class Counting(DDP):
-    """DDP that keeps a count of its own, and no weights: what was not heard is lost all the same."""
+    """DDP that keeps a count of its own, and no weights: gradients that did not arrive are lost all the same."""
 
     def init(self, params, peers):
         return CountingState(params, self.rule.init(params))
@@ -431,7 +431,7 @@ def test_a_replica_that_differs_from_the_joined_slices_is_found_in_the_same_roun
 
 @dataclass(frozen=True)
 class Adding:
-    """Brings a tree to a reduce-scatter and notes what comes back."""
+    """Passes a tree to a reduce-scatter and keeps its result."""
 
     tree: Tree
     got: list
@@ -460,7 +460,7 @@ def test_a_reduce_scatter_gives_each_its_slice_of_the_sum_and_the_sum_of_weights
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_gradients_that_are_not_finite_skip_the_update_on_all_islands(wide, value):
-    """Only the last slice looks spoilt, and yet all are told."""
+    """Only the last slice is not finite, and yet all islands learn of it."""
     got, tree = [], Tree.of({"w": torch.tensor([1.0, 1.0, value], dtype=torch.bfloat16)})
     done = simulate(Adding(tree, got, wide), steps=1, cluster=Cluster(islands=3))
     assert [one.finite for one in got] == [False] * 3

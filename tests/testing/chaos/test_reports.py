@@ -55,7 +55,7 @@ def test_a_missing_last_unit_is_found_by_the_count():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run of two islands, one of which was killed after its second commit, and came back for the fourth."""
+    """A run of two islands, one of which was killed after its second commit and took part in the fourth again."""
     with JsonlSink(tmp_path / "events.jsonl") as log:
         for event in (
             leased(1, (0, 0, 0), (1, 1, 0)),

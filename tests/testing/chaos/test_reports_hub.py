@@ -89,7 +89,7 @@ def test_the_report_counts_workers_restarts_and_skipped_faults(tmp_path):
         joined(0, 8),
         Refused(island=1, round=3, reason="it was delivered twice", **at_wall_time(8)),
         Returned(island=1, round=3, shard=0, steps=STEPS, **at_wall_time(8)),
-        SaveFailed(round=3, reason="no room"),
+        SaveFailed(round=3, reason="no space"),
         Evaluated(**figures, metrics={"loss": 2.5}, **at_wall_time(9)),
         Evaluated(**figures, metrics={"loss": 2.25}, **at_wall_time(9)),
     ]
