@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch
-from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
+from atoll.core.errors import ExchangeFailed, TrainingDiverged
 from atoll.core.events import IslandJoined, IslandLeft, Progress
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
 from atoll.engines.accounting import MAX_REFUSALS, ComputeSpan
 from atoll.engines.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
-from atoll.engines.simulator.engine import BaseSimEngine, SimSetup
+from atoll.engines.simulator.engine import BaseSimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.engines.simulator.peers import SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.engines.training_setup import passed_multiple
@@ -62,17 +63,17 @@ class SimWorker:
 class SimHub:
     """The hub, seen from one worker in one round. A protocols.Hub."""
 
-    def __init__(self, engine: AsyncSimEngine, worker: SimWorker, dispatch: Dispatch, task: Task) -> None:
-        self._engine, self._worker, self._dispatch, self._task = engine, worker, dispatch, task
+    def __init__(self, task: Task, begin_s: float, push: Callable[[Tree], Wait]) -> None:
+        self._task, self._begin_s, self._push = task, begin_s, push
         self.pushed = False
 
     async def pull(self) -> Task:
-        task: Task = await Wait(lambda waiting: waiting.resume_at(self._worker.begin_s, lambda: self._task))
+        task: Task = await Wait(lambda waiting: waiting.resume_at(self._begin_s, lambda: self._task))
         return task
 
     async def push(self, delta: Tree) -> None:
         self.pushed = True
-        await Wait(partial(self._engine.start_push, self._worker, self._dispatch, delta.donate()))
+        await self._push(delta.donate())
 
 
 class AsyncSimEngine(BaseSimEngine):
@@ -82,10 +83,7 @@ class AsyncSimEngine(BaseSimEngine):
     def __init__(self, algorithm: AsyncAlgorithm[Any], setup: SimSetup) -> None:
         cluster, batches = setup.cluster, setup.batches
         cluster.check_asynchronous()
-        if setup.steps < 1:
-            raise ConfigError(f"steps={setup.steps}: there must be at least 1 inner step per island.")
-        super().__init__(setup)
-        self.algorithm = algorithm
+        super().__init__(setup, algorithm)
         self.hub = AsyncHub(
             algorithm,
             setup.params.copy(),  # the hub reuses its buffers; the caller keeps its own
@@ -100,8 +98,8 @@ class AsyncSimEngine(BaseSimEngine):
         self._save_due = False
         self._watched_s = math.nan  # the end of the window that the clock will wake the hub for
         for island in cluster.present_at_start():
-            self.workers[island] = SimWorker(island, self._new_replica(island), accounted_s=0.0)
-        self._first_replica = next((worker.replica for worker in self.workers.values()), None) or self._new_replica(0)
+            self.workers[island] = SimWorker(island, self._work.new_replica(island), accounted_s=0.0)
+        self._first_replica = next((worker.replica for worker in self.workers.values()), None) or self._work.new_replica(0)
         self._buffers = copy.deepcopy(self._first_replica.buffers())
 
     # -------------------------------------------------------------------------------------------------------- the whole run
@@ -185,7 +183,7 @@ class AsyncSimEngine(BaseSimEngine):
         self._predict(worker, dispatch)
         if self._setup.save_every is not None:
             worker.replica_before = copy.deepcopy(worker.replica.state())
-        hub = SimHub(self, worker, dispatch, self.hub.task(dispatch))
+        hub = SimHub(self.hub.task(dispatch), worker.begin_s, partial(self._push, worker, dispatch))
         coroutine = self.algorithm.round(SimReplica(worker.replica, partial(self._compute, worker)), hub)
         worker.task = self._clock.spawn(f"worker {worker.id}", coroutine, dispatch.time_s, partial(self._end_round, hub, worker))
 
@@ -199,15 +197,19 @@ class AsyncSimEngine(BaseSimEngine):
     def _compute(self, worker: SimWorker, job: ComputeJob) -> Wait:
         def start(task: ClockTask) -> None:
             assert worker.dispatch is not None
-            seconds = self._duration_s(worker.id, worker.dispatch.round, job.batches, len(worker.spans))
+            number: int | str = f"{worker.dispatch.round}.{len(worker.spans)}" if worker.spans else worker.dispatch.round
+            seconds = self._work.duration_s(worker.id, number, job.batches)
             self._pool.compute(job, task, seconds, worker.spans.append)
 
         return Wait(start)
 
-    def start_push(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, task: ClockTask) -> None:
-        link = self.cluster.link_of(worker.id)
-        arrival_s = task.now_s + link.latency_s + delta.nbytes / link.up_bytes_per_s
-        task.resume_at(arrival_s, lambda: self._arrive(worker, dispatch, delta, arrival_s))
+    def _push(self, worker: SimWorker, dispatch: Dispatch, delta: Tree) -> Wait:
+        def start(task: ClockTask) -> None:
+            link = self.cluster.link_of(worker.id)
+            arrival_s = task.now_s + link.latency_s + delta.nbytes / link.up_bytes_per_s
+            task.resume_at(arrival_s, lambda: self._arrive(worker, dispatch, delta, arrival_s))
+
+        return Wait(start)
 
     # ---------------------------------------------------------------------------------------------------------- an arrival
 
@@ -274,7 +276,7 @@ class AsyncSimEngine(BaseSimEngine):
                 f"checkpoints are valid. Lower the learning rate, or set train.clip_norm."
             )
         self._account_lost_computing(worker, self._now_s)
-        worker.replica = self._new_replica(worker.id)  # its moments are as unusable as its update
+        worker.replica = self._work.new_replica(worker.id)  # its moments are as unusable as its update
 
     def _evaluate(self) -> None:
         if not self.params.is_finite():
@@ -290,16 +292,11 @@ class AsyncSimEngine(BaseSimEngine):
         """In steps per second."""
         return 1 / self.cluster.step_time(island, self._setup.seed)
 
-    def _duration_s(self, island: int, round: int, batches: float, span: int = 0) -> float:
-        """Of the compute span with this number in a round."""
-        jitter = self.cluster.jitter(island, f"{round}.{span}" if span else round, batches, self._setup.seed)
-        return batches * (self.cluster.step_time(island, self._setup.seed) * jitter)
-
     def _predict(self, worker: SimWorker, dispatch: Dispatch) -> None:
         """Predicts when the worker has its weights, has trained, and its update arrives."""
         link, num_bytes = self.cluster.link_of(worker.id), self.params.nbytes
         worker.begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
-        worker.end_s = worker.begin_s + self._duration_s(worker.id, dispatch.round, dispatch.steps)
+        worker.end_s = worker.begin_s + self._work.duration_s(worker.id, dispatch.round, dispatch.steps)
         worker.arrival_s = worker.end_s + link.latency_s + num_bytes / link.up_bytes_per_s
 
     def _next_arrival_s(self, but: int | None = None) -> float:
@@ -331,7 +328,7 @@ class AsyncSimEngine(BaseSimEngine):
         self._now_s = time_s
         self._changes_done += 1
         if joins:
-            self.workers[island] = SimWorker(island, self._new_replica(island), accounted_s=time_s)
+            self.workers[island] = SimWorker(island, self._work.new_replica(island), accounted_s=time_s)
             self._sink.emit(IslandJoined(island=island, round=self.round, virtual_time_s=time_s, donor=None, sent_bytes=0))
             self._apply(self.hub.join(island, time_s, self._speed(island)))
         else:
@@ -363,7 +360,7 @@ class AsyncSimEngine(BaseSimEngine):
         self._now_s, self._changes_done = engine["now_s"], engine["changes_done"]
         fresh, self.workers = self.workers, {}
         for island, accounted_s, refusals in engine["workers"]:
-            replica = fresh[island].replica if island in fresh else self._new_replica(island)
+            replica = fresh[island].replica if island in fresh else self._work.new_replica(island)
             replica.restore(load(f"worker-{island}", None)["replica"])
             dispatch = self.hub.scheduler.workers[island].dispatch
             worker = self.workers[island] = SimWorker(island, replica, accounted_s, dispatch=dispatch, refusals=refusals)

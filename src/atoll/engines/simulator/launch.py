@@ -8,7 +8,8 @@ from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
 from atoll.engines.run_lifecycle import Driver, Prepared, Result, RunRequest
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.batched_compute import BatchedCompute
-from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.engines.simulator.spec import Simulator
 from atoll.engines.spec import refuse_torchrun
 from atoll.engines.training_setup import loss_of, replica_of

@@ -3,22 +3,22 @@ commit gets them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from atoll.core.events import CaughtUp, IslandJoined, IslandLeft, Recut
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import tree_bytes
-from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Sink, fields_owned
-from atoll.engines.accounting import RunAccounting
+from atoll.core.protocols import Algorithm, HoldsWeights, Owner, fields_owned
 from atoll.engines.shared_and_sharded_state import adopt_shared, reshard, reshard_bytes, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
-from atoll.engines.simulator.intra_island import IslandDevices, SimMember, held_weights, load_held_weights, unshared_fields
-from atoll.engines.simulator.peers import PeerHost, SimPeers
+from atoll.engines.simulator.intra_island import IslandDevices, held_weights, load_held_weights, unshared_fields
+from atoll.engines.simulator.member_work import MemberWork, SimMember
+from atoll.engines.simulator.peers import SimPeers
 from atoll.engines.simulator.virtual_clock import ClockTask, Wait
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.cluster import Cluster, transfer_s
+from atoll.runs.cluster import transfer_s
 
 
 @dataclass(kw_only=True)
@@ -31,22 +31,12 @@ class IslandState(SimMember):
 
 
 class ClusterState:
-    """The islands that are present, in rank order, and the newest shared fields. `make_replica` makes an island's replica with a
-    fresh optimizer, and its devices if they have an algorithm of their own."""
+    """The islands that are present, in rank order, and the newest shared fields. The run has so many rounds, and `inside` is the
+    algorithm between the devices of an island, if there is one."""
 
-    def __init__(
-        self,
-        host: PeerHost,
-        make_replica: Callable[[int, Tree], tuple[LocalReplica, IslandDevices | None]],
-        algorithm: Algorithm[Any],
-        cluster: Cluster,
-        seed: int,
-        rounds: int,
-        accounting: RunAccounting,
-        sink: Sink,
-    ) -> None:
-        self._algorithm, self._cluster, self._seed, self._rounds = algorithm, cluster, seed, rounds
-        self._accounting, self._sink, self._host, self._make_replica = accounting, sink, host, make_replica
+    def __init__(self, work: MemberWork, algorithm: Algorithm[Any], inside: Algorithm[Any] | None, rounds: int) -> None:
+        self._work, self._algorithm, self._inside, self._rounds = work, algorithm, inside, rounds
+        self._cluster, self._accounting, self._sink = work.cluster, work.accounting, work.sink
         self.islands: dict[int, IslandState] = {}
         self.shared: dict[str, Any] = {}
         self._latest_s = 0.0
@@ -62,21 +52,6 @@ class ClusterState:
     @property
     def virtual_time_s(self) -> float:
         return max(self._latest_s, *(island.clock_s for island in self.islands.values()))
-
-    def new_collectives(self, present: Sequence[int]) -> SimCollectives:
-        """The exchanges of a round of these islands."""
-        return SimCollectives(
-            islands=present,
-            heard=[self._is_heard(island, present) for island in present],
-            links=[self._cluster.link_of(island) for island in present],
-            topology=self._cluster.topology,
-            accounting=self._accounting,
-            sink=self._sink,
-        )
-
-    def _is_heard(self, island: int, present: Collection[int]) -> bool:
-        """Whether the messages of this island arrive in this round. A single island sends none, so none can be lost."""
-        return len(present) == 1 or self._cluster.delivers(island, self._accounting.totals.round, self._seed)
 
     # -------------------------------------------------------------------------------------------------- joining and leaving
 
@@ -121,7 +96,14 @@ class ClusterState:
             load_held_weights(self._algorithm, self.islands.values())
 
     def _fresh_state(self, params: Tree, present: Sequence[int], rank: int) -> Any:
-        return self._algorithm.init(params, SimPeers(self._host, self.new_collectives(present), rank))
+        return self._algorithm.init(params, SimPeers(SimCollectives(self._work, present), rank))
+
+    def _make_replica(self, island: int, params: Tree) -> tuple[LocalReplica, IslandDevices | None]:
+        """An island's replica with a fresh optimizer, and its devices if they have an algorithm of their own."""
+        if self._inside is None:
+            return self._work.new_replica(island), None
+        devices = IslandDevices(self._work, self._inside, island, params)
+        return devices.members[0].replica, devices
 
     def _add(self, island: int, state: Any, begin_s: float, params: Tree) -> None:
         replica, devices = self._make_replica(island, params)
@@ -147,20 +129,21 @@ class ClusterState:
 
     # --------------------------------------------------------------------------------------------------------- catching up
 
-    def catch_up(self, island: int, state: Any) -> Wait | None:
+    def catch_up(self, island: IslandState, state: Any) -> Wait | None:
         """Fetches the shared fields for an island that missed a commit. None if it missed none, or cannot be reached."""
-        me = self.islands[island]
-        if me.version == self._accounting.totals.version or not self._is_heard(island, self.islands):
+        if island.version == self._accounting.totals.version or not self._work.delivers(island.id, self.islands):
             return None
 
         def start(task: ClockTask) -> None:
             start_s, number = task.now_s, self._accounting.totals.round
-            donor, sent_bytes, end_s = self._transfer(island, start_s, tree_bytes(self.shared))
-            self._sink.emit(CaughtUp(island=island, donor=donor, round=number, start_s=start_s, end_s=end_s, sent_bytes=sent_bytes))
+            donor, sent_bytes, end_s = self._transfer(island.id, start_s, tree_bytes(self.shared))
+            self._sink.emit(
+                CaughtUp(island=island.id, donor=donor, round=number, start_s=start_s, end_s=end_s, sent_bytes=sent_bytes)
+            )
             task.resume_at(end_s, arrive)
 
         def arrive() -> Any:
-            me.version = self._accounting.totals.version  # it can serve others from now on
+            island.version = self._accounting.totals.version  # it can serve others from now on
             return with_shared(state, self.shared)
 
         return Wait(start)
@@ -171,7 +154,7 @@ class ClusterState:
         if not donors:  # the last island with this version has left; the simulator has its fields, and no link carried them
             return None, 0, start_s
         # An island whose messages are lost in this round serves others only if no other donor is there.
-        donor = min(donors, key=lambda d: (not self._is_heard(d.id, self.islands), d.uplink_free_s, d.id))
+        donor = min(donors, key=lambda d: (not self._work.delivers(d.id, self.islands), d.uplink_free_s, d.id))
         begin_s = max(start_s, donor.uplink_free_s)
         donor.uplink_free_s = begin_s + transfer_s(num_bytes, self._cluster.link_of(donor.id), self._cluster.link_of(island))
         self._accounting.ledgers[donor.id].sent_bytes += num_bytes
