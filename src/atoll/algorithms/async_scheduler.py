@@ -3,18 +3,12 @@
 Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, Algorithms 2, 4 and 5 and eqs. (2), (3), (6).
 
 A worker that arrives opens a **grace window**. The scheduler dispatches all workers that arrive within `grace_s` of that first
-arrival together, from the same weights, when the window closes. The hub applies each update when it arrives. A dispatched worker
-gets
-
-    a shard       sampled by how far each shard lags behind its share of the data (eq. 2) and counted at once, so that workers
-                  that are dispatched together get different shards
-    a position    in the shard and on the learning-rate schedule: both belong to the shard, not to the worker (eq. 3)
-    steps         the same for all workers, or in proportion to speed (Dynamic Local Updates, eq. 6), at least 1
+arrival together, from the same weights, when the window closes. A dispatched worker gets a shard (`shard_sampler.py`), the shard's
+position in the data and on the learning-rate schedule (eq. 3), and a number of steps (`WorkerSpeeds`).
 
 The scheduler has no clock. Each event carries the time and `next_s`: the earliest time at which another dispatched worker can still
 arrive (None: unknown). A window closes when `next_s` lies beyond its deadline, when no worker is in a round, or at its deadline,
-whichever is known first. The scheduler returns its decisions in order, and its driver carries them out. So the simulator and a
-real engine drive the same object, and a test drives it by hand.
+whichever is known first. The scheduler returns its decisions in order, and its driver carries them out.
 """
 
 from __future__ import annotations
@@ -108,13 +102,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------------- events
 
-    def join(self, worker: int, now_s: float, version: int, speed: float | None = None) -> list[Decision]:
-        """A worker joins and is dispatched at once. `speed` is in steps per second, where the driver knows it."""
-        return self.join_all({worker: speed}, now_s, version)
-
     def join_all(self, speeds: Mapping[int, float | None], now_s: float, version: int) -> list[Decision]:
-        """Several workers join, with their speeds where the driver knows them. The scheduler registers all of them before it
-        dispatches the first, so that each takes its steps in proportion to the fastest of all."""
+        """Workers join and are dispatched at once, with their speeds in steps per second where the driver knows them. The scheduler
+        registers all of them before it dispatches the first, so that each takes its steps in proportion to the fastest of all."""
         for worker in speeds:
             if worker in self.workers or worker < 0:
                 why = "it has joined already. Let it leave first" if worker in self.workers else "numbers begin at 0"

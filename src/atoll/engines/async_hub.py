@@ -9,7 +9,7 @@ scheduler abandons its round and dispatches the worker again.
 >>> from atoll.optim.sgd import SGD
 >>> weights = Tree.of({"w": torch.ones(2)})
 >>> hub = AsyncHub(AsyncLocalSGD(inner_steps=3, outer=SGD(lr=1.0)), weights, examples=[10], updates=6, draw=lambda round: 0.0)
->>> [first] = hub.join(0, now_s=0.0)
+>>> [first] = hub.join_all({0: None}, now_s=0.0)
 >>> first.steps, first.work.start
 (3, 0)
 >>> applied, closed, second = hub.push(Push(0, first.round, weights * 0.5), now_s=1.5, next_s=None)
@@ -103,12 +103,9 @@ class AsyncHub:
 
     # ------------------------------------------------------------------------------------------------------------- events
 
-    def join(self, worker: int, now_s: float, speed: float | None = None) -> list[Outcome]:
-        """A worker joins. The hub dispatches it from the present weights, whether a window is open or not."""
-        return self.join_all({worker: speed}, now_s)
-
     def join_all(self, speeds: Mapping[int, float | None], now_s: float) -> list[Outcome]:
-        """Several workers join, with their speeds in steps per second where the driver knows them."""
+        """Workers join, with their speeds in steps per second where the driver knows them. The hub dispatches them from the present
+        weights, whether a window is open or not."""
         return self._lease_weights(self.scheduler.join_all(speeds, now_s, self.version))
 
     def leave(self, worker: int, now_s: float, next_s: float | None = None) -> list[Outcome]:

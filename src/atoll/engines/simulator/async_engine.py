@@ -36,28 +36,35 @@ from atoll.runs.cluster import CONTROL_BYTES, draw
 
 
 @dataclass
+class WorkerRound:
+    """A round of a worker. Its times are predictions, which are exact if it pulls, trains once and pushes."""
+
+    dispatch: Dispatch
+    begin_s: float  # when the worker has received the weights
+    end_s: float  # when it will have trained
+    arrival_s: float  # when its update will arrive at the hub
+    steps_before: int  # steps of its replica before this round
+    replica_before: dict[str, Any] | None  # the replica's state before this round; None if the run saves nothing
+    spans: list[ComputeSpan] = field(default_factory=list)
+
+
+@dataclass
 class SimWorker:
     """A worker that is present."""
 
     id: int
     replica: LocalReplica
     accounted_s: float  # until when its presence is accounted
-    dispatch: Dispatch | None = None  # its present round
-    begin_s: float = 0.0  # when it has received the weights of this round
-    end_s: float = 0.0  # when it will have trained
-    arrival_s: float = math.inf  # when its update will arrive at the hub
-    steps_before: int = 0  # steps of its replica before this round
-    replica_before: dict[str, Any] | None = None  # the replica's state before this round; None if the run saves nothing
-    task: ClockTask | None = None
-    spans: list[ComputeSpan] = field(default_factory=list)  # of this round
     refusals: int = 0  # in a row
+    round: WorkerRound | None = None  # None while it waits in a window
+    task: ClockTask | None = None  # of its last round
 
     def resumable(self) -> dict[str, Any]:
         """The replica's state for a checkpoint: as it was before the present round, or as it is if there is none."""
-        if self.dispatch is None:
+        if self.round is None:
             return self.replica.state()
-        assert self.replica_before is not None, "an engine that saves keeps the state before each round"
-        return self.replica_before
+        assert self.round.replica_before is not None, "an engine that saves keeps the state before each round"
+        return self.round.replica_before
 
 
 class SimHub:
@@ -134,9 +141,9 @@ class AsyncSimEngine(BaseSimEngine):
 
     def _restart_rounds(self) -> None:
         """Starts the rounds that the checkpoint interrupted, in the order of their dispatch."""
-        dispatches = [worker.dispatch for worker in self.workers.values() if worker.dispatch is not None]
-        for dispatch in sorted(dispatches, key=lambda d: d.round):
-            self._start_round(dispatch)
+        rounds = [worker.round for worker in self.workers.values() if worker.round is not None]
+        for round in sorted(rounds, key=lambda one: one.dispatch.round):
+            self._start_round(round)
         self._watch_window()
 
     @property
@@ -157,7 +164,7 @@ class AsyncSimEngine(BaseSimEngine):
 
     def _progress(self) -> Progress:
         """The steps that have arrived, and those of rounds under way."""
-        running = sum(w.replica.steps_taken - w.steps_before for w in self.workers.values() if w.dispatch is not None)
+        running = sum(w.replica.steps_taken - w.round.steps_before for w in self.workers.values() if w.round is not None)
         done = (self.accounting.totals.local_updates + running) // self.cluster.islands
         return Progress(phase="training", done=min(done, self.steps), total=self.steps)
 
@@ -167,9 +174,9 @@ class AsyncSimEngine(BaseSimEngine):
         for outcome in outcomes:
             match outcome:
                 case Dispatch():
-                    self._start_round(outcome)
-                    begin_s = self.workers[outcome.worker].begin_s
-                    self._sink.emit(self.accounting.dispatched(outcome, begin_s, self.params.nbytes))
+                    round = self._new_round(outcome)
+                    self._start_round(round)
+                    self._sink.emit(self.accounting.dispatched(outcome, round.begin_s, self.params.nbytes))
                 case ClosedWindow() | AbandonedRound():
                     self._sink.emit(self.accounting.hub_event(outcome))
                 case Applied():
@@ -177,15 +184,21 @@ class AsyncSimEngine(BaseSimEngine):
                 case Refusal():
                     self._refuse(outcome)
 
-    def _start_round(self, dispatch: Dispatch) -> None:
-        worker = self.workers[dispatch.worker]
-        worker.dispatch, worker.spans, worker.steps_before = dispatch, [], worker.replica.steps_taken
-        self._predict(worker, dispatch)
-        if self._setup.save_every is not None:
-            worker.replica_before = copy.deepcopy(worker.replica.state())
-        hub = SimHub(self.hub.task(dispatch), worker.begin_s, partial(self._push, worker, dispatch))
-        coroutine = self.algorithm.round(SimReplica(worker.replica, partial(self._compute, worker)), hub)
-        worker.task = self._clock.spawn(f"worker {worker.id}", coroutine, dispatch.time_s, partial(self._end_round, hub, worker))
+    def _new_round(self, dispatch: Dispatch) -> WorkerRound:
+        worker, link, num_bytes = self.workers[dispatch.worker], self.cluster.link_of(dispatch.worker), self.params.nbytes
+        begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
+        end_s = begin_s + self._work.duration_s(worker.id, dispatch.round, dispatch.steps)
+        arrival_s = end_s + link.latency_s + num_bytes / link.up_bytes_per_s
+        replica_before = None if self._setup.save_every is None else copy.deepcopy(worker.replica.state())
+        worker.round = WorkerRound(dispatch, begin_s, end_s, arrival_s, worker.replica.steps_taken, replica_before)
+        return worker.round
+
+    def _start_round(self, round: WorkerRound) -> None:
+        worker = self.workers[round.dispatch.worker]
+        hub = SimHub(self.hub.task(round.dispatch), round.begin_s, partial(self._push, worker, round))
+        coroutine = self.algorithm.round(SimReplica(worker.replica, partial(self._compute, round)), hub)
+        end = partial(self._end_round, hub, worker)
+        worker.task = self._clock.spawn(f"worker {worker.id}", coroutine, round.dispatch.time_s, end)
 
     def _end_round(self, hub: SimHub, worker: SimWorker, task: ClockTask) -> None:
         if not hub.pushed:
@@ -194,34 +207,33 @@ class AsyncSimEngine(BaseSimEngine):
                 f"Every round of {type(self.algorithm).__name__} must end with `await hub.push(...)`."
             )
 
-    def _compute(self, worker: SimWorker, job: ComputeJob) -> Wait:
+    def _compute(self, round: WorkerRound, job: ComputeJob) -> Wait:
         def start(task: ClockTask) -> None:
-            assert worker.dispatch is not None
-            number: int | str = f"{worker.dispatch.round}.{len(worker.spans)}" if worker.spans else worker.dispatch.round
-            seconds = self._work.duration_s(worker.id, number, job.batches)
-            self._pool.compute(job, task, seconds, worker.spans.append)
+            number: int | str = f"{round.dispatch.round}.{len(round.spans)}" if round.spans else round.dispatch.round
+            seconds = self._work.duration_s(round.dispatch.worker, number, job.batches)
+            self._pool.compute(job, task, seconds, round.spans.append)
 
         return Wait(start)
 
-    def _push(self, worker: SimWorker, dispatch: Dispatch, delta: Tree) -> Wait:
+    def _push(self, worker: SimWorker, round: WorkerRound, delta: Tree) -> Wait:
         def start(task: ClockTask) -> None:
             link = self.cluster.link_of(worker.id)
             arrival_s = task.now_s + link.latency_s + delta.nbytes / link.up_bytes_per_s
-            task.resume_at(arrival_s, lambda: self._arrive(worker, dispatch, delta, arrival_s))
+            task.resume_at(arrival_s, lambda: self._arrive(worker, round, delta, arrival_s))
 
         return Wait(start)
 
     # ---------------------------------------------------------------------------------------------------------- an arrival
 
-    def _arrive(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, now_s: float) -> None:
+    def _arrive(self, worker: SimWorker, round: WorkerRound, delta: Tree, now_s: float) -> None:
         """The hub gets an update. If the link lost it, the hub returns its data and dispatches the worker again."""
-        self._now_s, before = now_s, self.accounting.totals.local_updates
+        self._now_s, before, number = now_s, self.accounting.totals.local_updates, round.dispatch.round
         next_s = self._next_arrival_s(but=worker.id)
         self.accounting.sent(worker.id, delta.nbytes, CONTROL_BYTES)
-        if self.cluster.delivers(worker.id, dispatch.round, self._setup.seed):
-            seconds = math.fsum(span.end_s - span.start_s for span in worker.spans)
-            self._apply(self.hub.push(Push(worker.id, dispatch.round, delta, seconds or None), now_s, next_s))
-        elif self.hub.scheduler.open_dispatch(worker.id, dispatch.round) is not None:  # not a second delivery of the same update
+        if self.cluster.delivers(worker.id, number, self._setup.seed):
+            seconds = math.fsum(span.end_s - span.start_s for span in round.spans)
+            self._apply(self.hub.push(Push(worker.id, number, delta, seconds or None), now_s, next_s))
+        elif self.hub.scheduler.open_dispatch(worker.id, number) is not None:  # not a second delivery of the same update
             self._account_lost_computing(worker, self._now_s)
             self._apply(self.hub.give_up(worker.id, now_s))
         self._tick()
@@ -252,13 +264,14 @@ class AsyncSimEngine(BaseSimEngine):
 
     def _account_update(self, applied: Applied) -> None:
         worker, before = self.workers[applied.dispatch.worker], self.accounting.totals.local_updates
-        worker.dispatch, worker.refusals = None, 0
+        round, worker.round, worker.refusals = worker.round, None, 0
+        assert round is not None, "the hub applies updates of open rounds only"
         self._buffers = copy.deepcopy(worker.replica.buffers())
-        pushed_s = worker.spans[-1].end_s if worker.spans else worker.begin_s
+        pushed_s = round.spans[-1].end_s if round.spans else round.begin_s
         for other in self.workers.values():
             self._account_presence(other, applied.time_s)
         for event in self.accounting.update_applied(
-            applied, worker.spans, pushed_s=pushed_s, sent_bytes=self.params.nbytes, workers=len(self.workers)
+            applied, round.spans, pushed_s=pushed_s, sent_bytes=self.params.nbytes, workers=len(self.workers)
         ):
             self._sink.emit(event)
         if self._is_due(before, self._setup.evaluate_every):
@@ -292,16 +305,9 @@ class AsyncSimEngine(BaseSimEngine):
         """In steps per second."""
         return 1 / self.cluster.step_time(island, self._setup.seed)
 
-    def _predict(self, worker: SimWorker, dispatch: Dispatch) -> None:
-        """Predicts when the worker has its weights, has trained, and its update arrives."""
-        link, num_bytes = self.cluster.link_of(worker.id), self.params.nbytes
-        worker.begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
-        worker.end_s = worker.begin_s + self._work.duration_s(worker.id, dispatch.round, dispatch.steps)
-        worker.arrival_s = worker.end_s + link.latency_s + num_bytes / link.up_bytes_per_s
-
     def _next_arrival_s(self, but: int | None = None) -> float:
-        """The predicted time of the next arrival. It is exact for a round that pulls, trains once and pushes."""
-        return min((w.arrival_s for w in self.workers.values() if w.dispatch is not None and w.id != but), default=math.inf)
+        """The predicted time of the next arrival."""
+        return min((w.round.arrival_s for w in self.workers.values() if w.round is not None and w.id != but), default=math.inf)
 
     def _close(self, worker: SimWorker, now_s: float) -> None:
         """Accounts a worker that leaves, or that is present at the end of the run."""
@@ -314,8 +320,8 @@ class AsyncSimEngine(BaseSimEngine):
 
     def _account_lost_computing(self, worker: SimWorker, now_s: float) -> None:
         """Accounts the computing of a round whose update is lost or refused."""
-        if worker.dispatch is not None:
-            self.accounting.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.end_s) - worker.begin_s)
+        if worker.round is not None:
+            self.accounting.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.round.end_s) - worker.round.begin_s)
 
     # -------------------------------------------------------------------------------------------------- joining and leaving
 
@@ -330,7 +336,7 @@ class AsyncSimEngine(BaseSimEngine):
         if joins:
             self.workers[island] = SimWorker(island, self._work.new_replica(island), accounted_s=time_s)
             self._sink.emit(IslandJoined(island=island, round=self.round, virtual_time_s=time_s, donor=None, sent_bytes=0))
-            self._apply(self.hub.join(island, time_s, self._speed(island)))
+            self._apply(self.hub.join_all({island: self._speed(island)}, time_s))
         else:
             gone = self.workers.pop(island)
             if gone.task is not None:
@@ -362,7 +368,7 @@ class AsyncSimEngine(BaseSimEngine):
         for island, accounted_s, refusals in engine["workers"]:
             replica = fresh[island].replica if island in fresh else self._work.new_replica(island)
             replica.restore(load(f"worker-{island}", None)["replica"])
+            self.workers[island] = SimWorker(island, replica, accounted_s, refusals)
             dispatch = self.hub.scheduler.workers[island].dispatch
-            worker = self.workers[island] = SimWorker(island, replica, accounted_s, dispatch=dispatch, refusals=refusals)
             if dispatch is not None:  # a finished run accounts this round without starting it again
-                self._predict(worker, dispatch)
+                self._new_round(dispatch)

@@ -36,7 +36,7 @@ from atoll.runs.validation import check_two_level, check_whole_rounds
 
 
 class BaseSimEngine(ABC):
-    """What both simulators have in common. `devices` is their number per island, if they run the algorithm `inside`."""
+    """What both simulators have in common. `inside` is the algorithm between the devices of an island, if there is one."""
 
     def __init__(self, setup: SimSetup, algorithm: Any, inside: Algorithm[Any] | None = None) -> None:
         self.cluster, self.steps, self.algorithm = setup.cluster, setup.steps, algorithm
@@ -186,7 +186,8 @@ class SimEngine(BaseSimEngine):
             self._abandon(present, collectives, aborted)
             return
         if unfinished:
-            waiting = [*collectives.waiting(), *(name for island in present if island.devices for name in island.devices.waiting())]
+            inside = [island.devices.collectives for island in present if island.devices]
+            waiting = [name for one in (collectives, *inside) for name in one.waiting()]
             raise ExchangeFailed(
                 f"round {self.round} cannot end: {', '.join(waiting)}; the other islands have left the round. "
                 f"All islands must make the same calls in the same order."

@@ -89,14 +89,14 @@ class IslandDevices(TrainingOnlyReplica):
     def __init__(self, work: MemberWork, algorithm: Algorithm[Any], island: int, params: Tree) -> None:
         self._work, self._algorithm, self._island = work, algorithm, island
         self.clock = VirtualClock()  # of the present round between islands
-        self._collectives = self._new_collectives()
+        self.collectives = self._new_collectives()  # of the present round inside
         self._must_gather = False  # whether each device has only its slice of the weights that were loaded last
         self._dtype = params.flat.dtype  # of loaded weights, and so of `params()`
         self._committed_tokens = 0
         self._skipped_in_a_row = 0
         mine = params.copy()  # States reuse their buffers; the caller keeps its own
         self.members = [
-            SimMember(island, work.new_replica(reader), algorithm.init(mine, SimPeers(self._collectives, rank)), device=rank)
+            SimMember(island, work.new_replica(reader), algorithm.init(mine, SimPeers(self.collectives, rank)), device=rank)
             for rank, reader in enumerate(work.readers(island))
         ]
         for device in self.members:
@@ -114,7 +114,7 @@ class IslandDevices(TrainingOnlyReplica):
         whole, before, count = params.copy(), [device.state for device in self.members], len(self.members)
         for rank, device in enumerate(self.members):
             mine = whole.shard(rank, count) if isinstance(algorithm, HoldsWeights) else whole
-            device.state = algorithm.rebase(device.state, mine, SimPeers(self._collectives, rank))
+            device.state = algorithm.rebase(device.state, mine, SimPeers(self.collectives, rank))
             self._work.accounting.totals.dropped_tokens += device.uncommitted_tokens - pending_tokens(device.state)
             device.uncommitted_tokens = pending_tokens(device.state)
         recycle([whole, *before], [device.state for device in self.members])
@@ -135,16 +135,12 @@ class IslandDevices(TrainingOnlyReplica):
         await Wait(self._begin)
         for step in range(0, steps, self._algorithm.steps_per_round):
             await Wait(partial(self._start_round, work.schedule + step))
-        check_held_weights(self._algorithm, self.members, self._collectives)
+        check_held_weights(self._algorithm, self.members, self.collectives)
 
     def take_tokens(self) -> int:
         """Tokens of the devices' updates since the last call."""
         tokens, self._committed_tokens = self._committed_tokens, 0
         return tokens
-
-    def waiting(self) -> list[str]:
-        """Which devices wait in which collective, in words."""
-        return self._collectives.waiting()
 
     # ----------------------------------------------------------------------------------------------------------- a round
 
@@ -154,7 +150,7 @@ class IslandDevices(TrainingOnlyReplica):
         if self._must_gather and len(self.members) > 1:
             algorithm = self._algorithm
             whole = held_weights(algorithm, self.members) if isinstance(algorithm, HoldsWeights) else self.params()
-            end_s = self._collectives.gather_weights(whole, start_s)
+            end_s = self.collectives.gather_weights(whole, start_s)
         self._must_gather = False
         for device in self.members:
             device.clock_s = end_s
@@ -162,7 +158,7 @@ class IslandDevices(TrainingOnlyReplica):
 
     def _start_round(self, schedule: int, task: ClockTask) -> None:
         """Starts a round of the intra-island algorithm at this schedule position. `task` resumes when the last device is done."""
-        self._collectives = self._new_collectives()
+        self.collectives = self._new_collectives()
         algorithm = with_rate_at(self._algorithm, schedule)
         before, running = [device.state for device in self.members], set(range(len(self.members)))
 
@@ -176,24 +172,24 @@ class IslandDevices(TrainingOnlyReplica):
                 task.resume_at(max(device.clock_s for device in self.members), lambda: None)
 
         for rank, device in enumerate(self.members):
-            peers = SimPeers(self._collectives, rank, self.clock, schedule)
+            peers = SimPeers(self.collectives, rank, self.clock, schedule)
             replica = SimReplica(device.replica, partial(self._work.compute, device))
             # Devices always hear each other, so no round inside has to be repeated.
             coroutine = algorithm.round(donated(device.state), replica, peers)
-            self.clock.spawn(self._collectives.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
-        self._collectives.kept = memories(before)
+            self.clock.spawn(self.collectives.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
+        self.collectives.kept = memories(before)
 
     def _end_round(self, before: Sequence[Any]) -> None:
         """All devices must have equal shared fields, and hold the same objects from now on."""
         accounting = self._work.accounting
-        skipped, after = self._collectives.skipped, [device.state for device in self.members]
+        skipped, after = self.collectives.skipped, [device.state for device in self.members]
         accounting.totals.local_updates += len(self.members)
         for rank, device in enumerate(self.members):
-            device.state = adopt_shared(self._collectives.name(rank), device.state, shared_fields(after[0]))
+            device.state = adopt_shared(self.collectives.name(rank), device.state, shared_fields(after[0]))
             pending = pending_tokens(device.state)  # they belong to the next update
             self._committed_tokens += 0 if skipped else device.uncommitted_tokens - pending
             device.uncommitted_tokens = pending
-        recycle([*before, *after, *self._collectives.results], [device.state for device in self.members])
+        recycle([*before, *after, *self.collectives.results], [device.state for device in self.members])
         forget()  # a round between islands has many rounds inside
         self._skipped_in_a_row = accounting.count_skipped(skipped, self._skipped_in_a_row, self._work.sink)
 

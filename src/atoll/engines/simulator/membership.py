@@ -17,7 +17,6 @@ from atoll.engines.simulator.intra_island import IslandDevices, held_weights, lo
 from atoll.engines.simulator.member_work import MemberWork, SimMember
 from atoll.engines.simulator.peers import SimPeers
 from atoll.engines.simulator.virtual_clock import ClockTask, Wait
-from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import transfer_s
 
 
@@ -61,7 +60,8 @@ class ClusterState:
         for rank, island in enumerate(present):
             state = self._fresh_state(params, present, rank)
             self.shared = self.shared or shared_fields(state)
-            self._add(island, adopt_shared(f"island {island}", state, self.shared), 0.0, params)
+            state = adopt_shared(f"island {island}", state, self.shared)
+            self.islands[island] = self._new_island(island, state, 0.0, params)
         load_held_weights(self._algorithm, self.islands.values())
 
     def update_membership(self) -> None:
@@ -89,7 +89,7 @@ class ClusterState:
             )
             # A fresh State provides the joiner's own fields. The shared ones come from the donor.
             fresh = self._fresh_state(params, present, present.index(new))
-            self._add(new, with_shared(fresh, self.shared), begin_s, params)
+            self.islands[new] = self._new_island(new, with_shared(fresh, self.shared), begin_s, params)
         self.islands = {island: self.islands[island] for island in present}
         if any(before.values()):
             self._reshard(before)
@@ -98,17 +98,12 @@ class ClusterState:
     def _fresh_state(self, params: Tree, present: Sequence[int], rank: int) -> Any:
         return self._algorithm.init(params, SimPeers(SimCollectives(self._work, present), rank))
 
-    def _make_replica(self, island: int, params: Tree) -> tuple[LocalReplica, IslandDevices | None]:
-        """An island's replica with a fresh optimizer, and its devices if they have an algorithm of their own."""
-        if self._inside is None:
-            return self._work.new_replica(island), None
-        devices = IslandDevices(self._work, self._inside, island, params)
-        return devices.members[0].replica, devices
-
-    def _add(self, island: int, state: Any, begin_s: float, params: Tree) -> None:
-        replica, devices = self._make_replica(island, params)
+    def _new_island(self, island: int, state: Any, begin_s: float, params: Tree) -> IslandState:
+        """With fresh optimizers. Devices that have an algorithm of their own begin with `params`."""
+        devices = None if self._inside is None else IslandDevices(self._work, self._inside, island, params)
+        replica = devices.members[0].replica if devices else self._work.new_replica(island)
         version = self._accounting.totals.version
-        self.islands[island] = IslandState(island, replica, state, begin_s, version=version, uplink_free_s=begin_s, devices=devices)
+        return IslandState(island, replica, state, begin_s, version=version, uplink_free_s=begin_s, devices=devices)
 
     def _reshard(self, before: Mapping[int, dict[str, Any]]) -> None:
         """Cuts sharded fields for the islands that are present now. `before` has the slices by island, in the order of the old
@@ -184,23 +179,20 @@ class ClusterState:
     def restore(self, engine: dict[str, Any], load: Callable[[str, Any], Any]) -> None:
         """Restores a checkpoint with this part of the engine. `load(part, like)` returns another part, with the types of `like`."""
         self._latest_s = engine["latest_s"]
-        fresh, params = self.islands, self.params
+        fresh, params, self.islands = self.islands, self.params, {}
         self.shared = load("shared", self.shared)
-        self.islands = {}
         for rank, number in enumerate(engine["present"]):
             template = self._fresh_state(params, engine["present"], rank)
-            known = fresh.get(number)
-            replica, devices = (known.replica, known.devices) if known else self._make_replica(number, params)
+            island = self.islands[number] = fresh.get(number) or self._new_island(number, template, 0.0, params)
+            devices = island.devices
             like = {"shared": self.shared, "unshared": unshared_fields(template), "devices": devices.parts() if devices else None}
             part = load(f"island-{number}", like)
             if devices is None:
-                replica.restore(part["replica"])
+                island.replica.restore(part["replica"])
             else:
                 devices.restore(part["devices"])
-            unshared = trees_to_device(part["unshared"], replica.device)
-            state = with_shared(template, {**(part["shared"] or self.shared), **unshared})
-            clock_s, tokens, version = part["clock_s"], part["uncommitted_tokens"], part["version"]
-            self.islands[number] = IslandState(
-                number, replica, state, clock_s, tokens, version=version, uplink_free_s=clock_s, devices=devices
-            )
+            unshared = trees_to_device(part["unshared"], island.replica.device)
+            island.state = with_shared(template, {**(part["shared"] or self.shared), **unshared})
+            island.clock_s = island.uplink_free_s = part["clock_s"]
+            island.uncommitted_tokens, island.version = part["uncommitted_tokens"], part["version"]
         load_held_weights(self._algorithm, self.islands.values())
