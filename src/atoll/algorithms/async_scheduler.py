@@ -63,14 +63,8 @@ class Worker:
 
 
 class Scheduler:
-    """The state machine.
-
-    Args:
-        plan: the algorithm's.
-        examples: of each shard.
-        updates: local updates after which no worker is dispatched any more.
-        draw: for each round a number in [0, 1), always the same. It decides where the sampler draws.
-    """
+    """The state machine. `examples` is the number in each shard. After so many local `updates` no worker is dispatched any more.
+    `draw` returns for each round a number in [0, 1), always the same, with which the sampler draws."""
 
     def __init__(self, plan: Plan, examples: Sequence[int], updates: int, draw: Callable[[int], float]) -> None:
         self.plan = plan
@@ -130,10 +124,8 @@ class Scheduler:
         self, worker: int, now_s: float, version: int, next_s: float | None, seconds: float | None = None
     ) -> tuple[int, list[Decision]]:
         """A dispatched worker has arrived, and the hub has applied its update. Returns its window and the decisions that follow.
-
         The driver ticks before it applies the update, in case the window before has reached its deadline. `seconds` is how long the
-        worker computed, where it is known; else the time since its dispatch counts.
-        """
+        worker computed, where it is known; else the time since its dispatch counts."""
         arrived = self._worker(worker, "arrives")
         self._check_time(now_s)
         assert arrived.dispatch is not None, f"worker {worker} is in no round"
@@ -256,10 +248,8 @@ def dynamic_steps(speed: float, fastest: float, most: int) -> int:
 
 
 class WorkerSpeeds:
-    """The speeds of all workers in steps per second, given or measured, and the steps of a round that follow from them.
-
-    The reference is the fastest present worker. A worker whose speed is not known yet takes the steps of the fastest.
-    """
+    """The speeds of all workers in steps per second, given or measured, and the steps of a round that follow from them. The
+    reference is the fastest present worker. A worker whose speed is not known yet takes the steps of the fastest."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -268,11 +258,8 @@ class WorkerSpeeds:
         self._fastest: float | None = None  # of the present workers; None if it must be computed anew
 
     def join(self, speeds: Mapping[int, float | None]) -> None:
-        """Workers join, with their speeds in steps per second where the driver knows them.
-
-        Raises:
-            ConfigError: speeds are given, and a worker's is missing or not positive. Then no worker has joined.
-        """
+        """Workers join, with their speeds where the driver knows them. Refuses all of them if the plan needs speeds and one is not
+        given, or not positive."""
         given = self._plan.pace == "given"
         self._present |= {w: self._given(w, known) if given else self._left.get(w) for w, known in speeds.items()}
         self._fastest = None

@@ -1,8 +1,8 @@
 """The simulator of asynchronous algorithms: a hub and its workers under one virtual clock.
 
-Each round of a worker is a coroutine that pulls, trains and pushes. Its duration is known at its dispatch, so the hub is told
-exactly when the next update arrives. Only training happens between two arrivals: the engine reports, accounts, evaluates and saves
-at an arrival, after the hub's step.
+Each round of a worker is a coroutine that pulls, trains and pushes. Its duration is known at its dispatch, so the engine knows when
+the next update arrives. Only training happens between two arrivals: the engine reports, accounts, evaluates and saves at an
+arrival, after the hub's step.
 
 A checkpoint holds the hub and, for every worker in a round, its dispatch and the state of its replica at that time. On resume such
 rounds begin again at their old time.
@@ -119,9 +119,14 @@ class AsyncSimEngine(BaseSimEngine):
 
     def _run_rounds(self) -> Iterator[None]:
         try:
-            self._schedule_changes()
-            if self.hub.scheduler.rounds > 0:
-                self._restart_rounds()
+            # Changes are scheduled before anything else, so that they come first among events of one moment.
+            for time_s, island, joins in self.cluster.membership_changes()[self._changes_done :]:
+                self._clock.spawn(f"island {island} {'joins' if joins else 'leaves'}", self._change(time_s, island, joins), time_s)
+            if self.hub.scheduler.rounds > 0:  # the rounds that the checkpoint interrupted start in the order of their dispatch
+                interrupted = [worker.round for worker in self.workers.values() if worker.round is not None]
+                for round in sorted(interrupted, key=lambda one: one.dispatch.round):
+                    self._start_round(round)
+                self._tick()
             else:
                 self._apply(self.hub.join_all({island: self._speed(island) for island in self.workers}, 0.0))
             self._clock.run(stop=lambda: self.hub.done or self._save_due)
@@ -138,13 +143,6 @@ class AsyncSimEngine(BaseSimEngine):
                 f"{scheduler.updates} local updates. Its checkpoints are valid, but the run cannot continue. Start a new run in "
                 f"which cluster.outages have a stop_s."
             )
-
-    def _restart_rounds(self) -> None:
-        """Starts the rounds that the checkpoint interrupted, in the order of their dispatch."""
-        rounds = [worker.round for worker in self.workers.values() if worker.round is not None]
-        for round in sorted(rounds, key=lambda one: one.dispatch.round):
-            self._start_round(round)
-        self._watch_window()
 
     @property
     def params(self) -> Tree:
@@ -240,12 +238,9 @@ class AsyncSimEngine(BaseSimEngine):
         self._save_due = self._setup.save_every is not None and self._is_due(before, self._setup.save_every)
 
     def _tick(self) -> None:
-        """Tells the hub when the next update arrives, which may close a window. If a window stays open, the clock wakes the hub at
+        """Gives the hub the time of the next arrival, which may close a window. If a window stays open, the clock wakes the hub at
         its deadline: a round that trains more than once arrives later than predicted."""
         self._apply(self.hub.tick(self._now_s, self._next_arrival_s()))
-        self._watch_window()
-
-    def _watch_window(self) -> None:
         deadline_s = self.hub.scheduler.deadline_s
         if deadline_s is not None and deadline_s < math.inf and deadline_s != self._watched_s:
             self._watched_s = deadline_s
@@ -324,11 +319,6 @@ class AsyncSimEngine(BaseSimEngine):
             self.accounting.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.round.end_s) - worker.round.begin_s)
 
     # -------------------------------------------------------------------------------------------------- joining and leaving
-
-    def _schedule_changes(self) -> None:
-        """Schedules all joins and leaves that remain, before anything else, so that they come first among events of one moment."""
-        for time_s, island, joins in self.cluster.membership_changes()[self._changes_done :]:
-            self._clock.spawn(f"island {island} {'joins' if joins else 'leaves'}", self._change(time_s, island, joins), time_s)
 
     async def _change(self, time_s: float, island: int, joins: bool) -> None:
         self._now_s = time_s

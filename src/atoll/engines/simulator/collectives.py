@@ -103,10 +103,13 @@ class SimCollectives:
         results = self._results(what, arrived, heard, weight, wide=option)
         if what in ("mean", "reduce_scatter"):
             if heard:
-                self._check_usable(results[heard[0].rank], heard, end_s)
-            if what == "mean" and option and heard and self.inside is None:
-                found = products([c.tree for c in heard])
-                self.work.sink.emit(self.work.accounting.compared(found, results[heard[0].rank].value.norm()))
+                result, self.skipped = results[heard[0].rank], None  # the last exchange decides whether the update is skipped
+                if not (result.finite and result.weight > 0):
+                    nonfinite = [self.members[c.rank] for c in heard if not c.tree.is_finite()]
+                    self.skipped = UpdateSkipped(round=self.round, islands=nonfinite, virtual_time_s=end_s, inside=self.inside)
+                if what == "mean" and option and self.inside is None:
+                    found = products([c.tree for c in heard])
+                    self.work.sink.emit(self.work.accounting.compared(found, result.value.norm()))
             # Contributions are donated, except for a State that the round may have to be repeated from: its buffers are `kept`.
             for tree in {id(one.tree): one.tree for one in arrived}.values():
                 if not tree.borrowed and memory_of(tree) not in self.kept:
@@ -155,13 +158,6 @@ class SimCollectives:
         if what == "reduce_scatter":
             return reduce_scatter_cost(heard[0].tree.numel, item_bytes, links)
         return all_gather_cost(sum(c.tree.numel for c in heard), item_bytes, links)
-
-    def _check_usable(self, result: Scattered | Mean, heard: Sequence[Contribution], time_s: float) -> None:
-        """The last exchange of a round decides whether its update is skipped."""
-        self.skipped = None
-        if not (result.finite and result.weight > 0):
-            nonfinite = [self.members[c.rank] for c in heard if not c.tree.is_finite()]
-            self.skipped = UpdateSkipped(round=self.round, islands=nonfinite, virtual_time_s=time_s, inside=self.inside)
 
     def _results(
         self, what: str, arrived: Sequence[Contribution], heard: Sequence[Contribution], weight: float, *, wide: bool

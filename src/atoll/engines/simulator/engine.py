@@ -216,7 +216,7 @@ class SimEngine(BaseSimEngine):
         peers.check_closed()
         self.accounting.ledgers[island.id].present_s += task.now_s - island.clock_s
         island.clock_s = task.now_s
-        island.uncommitted_tokens += island.devices.take_tokens() if island.devices else 0
+        island.uncommitted_tokens += island.devices.pop_tokens() if island.devices else 0
         island.state = state = owned(task.result)
         if collectives.committed and peers.rank not in collectives.left_out:
             mine = shared_fields(state)
@@ -233,7 +233,13 @@ class SimEngine(BaseSimEngine):
         """The fields that the heard islands agreed on become the shared fields of the run."""
         if self._agreed is None:
             return
-        self._check_finite()
+        slices = [fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()]
+        if not all_finite(trees([self._agreed, slices])):
+            raise TrainingDiverged(
+                self.accounting.divergence
+                or f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; "
+                f"checkpoints from before this round are valid. Lower the inner and outer learning rates, or set train.clip_norm."
+            )
         check_held_weights(self.algorithm, self.islands.values(), collectives)
         totals, skipped = self.accounting.totals, collectives.skipped
         totals.skipped_in_a_row = self.accounting.count_skipped(skipped, totals.skipped_in_a_row, self._sink)
@@ -242,18 +248,8 @@ class SimEngine(BaseSimEngine):
         totals.outer_steps += not skipped
         for island in (island for rank, island in enumerate(self.islands.values()) if rank not in collectives.left_out):
             island.version = totals.version
-            pending = pending_tokens(island.state)  # they belong to the next update
-            totals.tokens += 0 if skipped else island.uncommitted_tokens - pending
-            island.uncommitted_tokens = pending
-
-    def _check_finite(self) -> None:
-        slices = [fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()]
-        if not all_finite(trees([self._agreed, slices])):
-            raise TrainingDiverged(
-                self.accounting.divergence
-                or f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; "
-                f"checkpoints from before this round are valid. Lower the inner and outer learning rates, or set train.clip_norm."
-            )
+            tokens = island.commit_tokens()
+            totals.tokens += 0 if skipped else tokens
 
     def _end_round(self) -> None:
         totals, per_round = self.accounting.totals, self.algorithm.steps_per_round

@@ -5,12 +5,11 @@ device runs under the same virtual clock, with its own model, optimizer slice an
 enter all devices by the algorithm's `rebase`; moments stay on their device.
 
 When an island loads weights, each device receives a slice over the slow link, and the devices gather the whole before training.
-Devices of one island always hear each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,15 +20,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import memories, recycle
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned
 from atoll.core.shared_results import forget
-from atoll.engines.shared_and_sharded_state import (
-    adopt_shared,
-    donated,
-    owned,
-    pending_tokens,
-    shared_fields,
-    trees_to_device,
-    with_shared,
-)
+from atoll.engines.shared_and_sharded_state import adopt_shared, donated, owned, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
 from atoll.engines.simulator.member_work import MemberWork, SimMember
 from atoll.engines.simulator.peers import SimPeers, SimReplica
@@ -38,6 +29,12 @@ from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.flat_parameters import FlatModule
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.run import with_rate_at
+
+
+def whole_params(shared: Mapping[str, Any], members: Iterable[SimMember]) -> Tree:
+    """The weights in these shared fields. If they are sharded, they are joined from the States of all members in rank order."""
+    params: Tree = shared["params"] if "params" in shared else Tree.join([member.state.params for member in members])
+    return params
 
 
 def held_weights(algorithm: HoldsWeights, members: Iterable[SimMember]) -> Tree:
@@ -60,9 +57,8 @@ def check_held_weights(algorithm: Any, members: Collection[SimMember], collectiv
     differing = _differing(held_weights(algorithm, members), [member.replica for member in members])
     if any(differing):
         raise ExchangeFailed(
-            f"after round {collectives.round} {collectives.name(differing.index(True))} holds other weights than "
-            f"the joined slices of all members. An algorithm that has `held` must load what it gathered into the replica before a "
-            f"round ends."
+            f"after round {collectives.round} {collectives.name(differing.index(True))} holds other weights than the joined slices "
+            f"of all members. An algorithm that has `held` must load what it gathered into the replica before a round ends."
         )
 
 
@@ -115,20 +111,14 @@ class IslandDevices(TrainingOnlyReplica):
         for rank, device in enumerate(self.members):
             mine = whole.shard(rank, count) if isinstance(algorithm, HoldsWeights) else whole
             device.state = algorithm.rebase(device.state, mine, SimPeers(self.collectives, rank))
-            self._work.accounting.totals.dropped_tokens += device.uncommitted_tokens - pending_tokens(device.state)
-            device.uncommitted_tokens = pending_tokens(device.state)
+            self._work.accounting.totals.dropped_tokens += device.commit_tokens()
         recycle([whole, *before], [device.state for device in self.members])
         load_held_weights(algorithm, self.members)
         self._must_gather = True
 
     def params(self) -> Tree:
         """The island's weights, borrowed."""
-        first = self.members[0].state
-        if "params" in shared_fields(first):
-            whole: Tree = first.params
-        else:
-            whole = Tree.join([device.state.params for device in self.members])
-        return whole.cast(self._dtype).borrow()
+        return whole_params(shared_fields(self.members[0].state), self.members).cast(self._dtype).borrow()
 
     async def train(self, steps: int, work: Work) -> None:
         """Devices get their own data positions; of `work` only the schedule position counts."""
@@ -137,7 +127,7 @@ class IslandDevices(TrainingOnlyReplica):
             await Wait(partial(self._start_round, work.schedule + step))
         check_held_weights(self._algorithm, self.members, self.collectives)
 
-    def take_tokens(self) -> int:
+    def pop_tokens(self) -> int:
         """Tokens of the devices' updates since the last call."""
         tokens, self._committed_tokens = self._committed_tokens, 0
         return tokens
@@ -186,9 +176,8 @@ class IslandDevices(TrainingOnlyReplica):
         accounting.totals.local_updates += len(self.members)
         for rank, device in enumerate(self.members):
             device.state = adopt_shared(self.collectives.name(rank), device.state, shared_fields(after[0]))
-            pending = pending_tokens(device.state)  # they belong to the next update
-            self._committed_tokens += 0 if skipped else device.uncommitted_tokens - pending
-            device.uncommitted_tokens = pending
+            tokens = device.commit_tokens()
+            self._committed_tokens += 0 if skipped else tokens
         recycle([*before, *after, *self.collectives.results], [device.state for device in self.members])
         forget()  # a round between islands has many rounds inside
         self._skipped_in_a_row = accounting.count_skipped(skipped, self._skipped_in_a_row, self._work.sink)

@@ -12,6 +12,7 @@ from typing import Any
 
 from atoll.core.protocols import Work
 from atoll.engines.accounting import ComputeSpan, RunAccounting
+from atoll.engines.shared_and_sharded_state import pending_tokens
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.compute_pool import ComputePool
 from atoll.engines.simulator.virtual_clock import ClockTask, Wait
@@ -40,6 +41,11 @@ class SimMember:
     clock_s: float = 0.0
     uncommitted_tokens: int = 0
     device: int | None = None
+
+    def commit_tokens(self) -> int:
+        """The tokens of an update. Those of gradients that the State keeps belong to a later one, and stay uncommitted."""
+        read, self.uncommitted_tokens = self.uncommitted_tokens, pending_tokens(self.state)
+        return read - self.uncommitted_tokens
 
 
 class MemberWork:

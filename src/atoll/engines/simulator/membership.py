@@ -13,7 +13,7 @@ from atoll.core.nested_trees import tree_bytes
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, fields_owned
 from atoll.engines.shared_and_sharded_state import adopt_shared, reshard, reshard_bytes, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
-from atoll.engines.simulator.intra_island import IslandDevices, held_weights, load_held_weights, unshared_fields
+from atoll.engines.simulator.intra_island import IslandDevices, held_weights, load_held_weights, unshared_fields, whole_params
 from atoll.engines.simulator.member_work import MemberWork, SimMember
 from atoll.engines.simulator.peers import SimPeers
 from atoll.engines.simulator.virtual_clock import ClockTask, Wait
@@ -42,11 +42,8 @@ class ClusterState:
 
     @property
     def params(self) -> Tree:
-        """The global weights, joined from slices if they are sharded."""
-        if "params" not in self.shared:
-            return Tree.join([island.state.params for island in self.islands.values()])
-        params: Tree = self.shared["params"]
-        return params
+        """The global weights."""
+        return whole_params(self.shared, self.islands.values())
 
     @property
     def virtual_time_s(self) -> float:
