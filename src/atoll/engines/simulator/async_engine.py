@@ -36,7 +36,7 @@ from atoll.runs.cluster import CONTROL_BYTES, draw
 
 
 @dataclass
-class WorkerRound:
+class SimRound:
     """A round of a worker. Its times are predictions, which are exact if it pulls, trains once and pushes."""
 
     dispatch: Dispatch
@@ -56,7 +56,7 @@ class SimWorker:
     replica: LocalReplica
     accounted_s: float  # until when its presence is accounted
     refusals: int = 0  # in a row
-    round: WorkerRound | None = None  # None while it waits in a window
+    round: SimRound | None = None  # None while it waits in a window
     task: ClockTask | None = None  # of its last round
 
     def resumable(self) -> dict[str, Any]:
@@ -182,16 +182,16 @@ class AsyncSimEngine(BaseSimEngine):
                 case Refusal():
                     self._refuse(outcome)
 
-    def _new_round(self, dispatch: Dispatch) -> WorkerRound:
+    def _new_round(self, dispatch: Dispatch) -> SimRound:
         worker, link, num_bytes = self.workers[dispatch.worker], self.cluster.link_of(dispatch.worker), self.params.nbytes
         begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
         end_s = begin_s + self._work.duration_s(worker.id, dispatch.round, dispatch.steps)
         arrival_s = end_s + link.latency_s + num_bytes / link.up_bytes_per_s
         replica_before = None if self._setup.save_every is None else copy.deepcopy(worker.replica.state())
-        worker.round = WorkerRound(dispatch, begin_s, end_s, arrival_s, worker.replica.steps_taken, replica_before)
+        worker.round = SimRound(dispatch, begin_s, end_s, arrival_s, worker.replica.steps_taken, replica_before)
         return worker.round
 
-    def _start_round(self, round: WorkerRound) -> None:
+    def _start_round(self, round: SimRound) -> None:
         worker = self.workers[round.dispatch.worker]
         hub = SimHub(self.hub.task(round.dispatch), round.begin_s, partial(self._push, worker, round))
         coroutine = self.algorithm.round(SimReplica(worker.replica, partial(self._compute, round)), hub)
@@ -205,7 +205,7 @@ class AsyncSimEngine(BaseSimEngine):
                 f"Every round of {type(self.algorithm).__name__} must end with `await hub.push(...)`."
             )
 
-    def _compute(self, round: WorkerRound, job: ComputeJob) -> Wait:
+    def _compute(self, round: SimRound, job: ComputeJob) -> Wait:
         def start(task: ClockTask) -> None:
             number: int | str = f"{round.dispatch.round}.{len(round.spans)}" if round.spans else round.dispatch.round
             seconds = self._work.duration_s(round.dispatch.worker, number, job.batches)
@@ -213,7 +213,7 @@ class AsyncSimEngine(BaseSimEngine):
 
         return Wait(start)
 
-    def _push(self, worker: SimWorker, round: WorkerRound, delta: Tree) -> Wait:
+    def _push(self, worker: SimWorker, round: SimRound, delta: Tree) -> Wait:
         def start(task: ClockTask) -> None:
             link = self.cluster.link_of(worker.id)
             arrival_s = task.now_s + link.latency_s + delta.nbytes / link.up_bytes_per_s
@@ -223,7 +223,7 @@ class AsyncSimEngine(BaseSimEngine):
 
     # ---------------------------------------------------------------------------------------------------------- an arrival
 
-    def _arrive(self, worker: SimWorker, round: WorkerRound, delta: Tree, now_s: float) -> None:
+    def _arrive(self, worker: SimWorker, round: SimRound, delta: Tree, now_s: float) -> None:
         """The hub gets an update. If the link lost it, the hub returns its data and dispatches the worker again."""
         self._now_s, before, number = now_s, self.accounting.totals.local_updates, round.dispatch.round
         next_s = self._next_arrival_s(but=worker.id)
