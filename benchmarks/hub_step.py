@@ -129,7 +129,7 @@ class Bench:
         """Windows of a hub with as many workers as arrivals; each worker arrives once per window."""
         algorithm = subject.rule if isinstance(subject.rule, AsyncLocalSGD) else AsyncLocalSGD(inner_steps=1, outer=subject.rule)
         hub = AsyncHub(algorithm, self._start.copy(), examples=[1], updates=10**9, draw=lambda round: 0.0)
-        rounds = {worker: worker for worker in range(ARRIVALS) if hub.join(worker, 0.0)}
+        rounds = {worker: worker for worker in range(ARRIVALS) if hub.join_all({worker: None}, 0.0)}
         for now_s in itertools.count(1):
             steps_s = []
             for worker, gradient in enumerate(self._arriving()):

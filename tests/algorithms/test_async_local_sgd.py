@@ -165,7 +165,7 @@ def test_moments_of_a_worker_that_returns_to_an_old_shard_are_not_reset():
     assert len({event.shard for event in done.of(Dispatched) if event.island == 0}) > 1
     worker = done.engine.workers[0]
     arrived = sum(event.steps for event in done.of(Arrived) if event.island == 0)
-    out = 0 if worker.dispatch is None else worker.dispatch.steps  # has been trained already, though it has not arrived
+    out = 0 if worker.round is None else worker.round.dispatch.steps  # has been trained already, though it has not arrived
     assert float(worker.replica.state()["optimizer"][0]["step"]) in (arrived, arrived + out)
 
 

@@ -23,7 +23,7 @@ def scheduler(
     plan = Plan(steps=steps, grace_s=grace_s, pace=pace, speeds=speeds, shards=shards, ties=ties)
     made = Scheduler(plan, examples, updates, draw=lambda round: 0.5)
     for worker in range(workers):
-        made.join(worker, 0.0, 0)
+        made.join_all({worker: None}, 0.0, 0)
     return made
 
 
@@ -200,7 +200,7 @@ def test_a_measured_worker_that_joins_again_has_its_old_speed():
     assert hub.speeds.steps(1) == 10
     now_s = hub.to_parts()["latest_s"]
     hub.leave(1, now_s, 0)
-    [again] = hub.join(1, now_s, 0)
+    [again] = hub.join_all({1: None}, now_s, 0)
     assert again.steps == 10
 
 
@@ -227,7 +227,7 @@ def test_the_round_of_a_worker_that_dies_is_assigned_to_the_next():
 def test_a_joiner_is_dispatched_at_once_though_a_window_is_open():
     hub = scheduler(2, grace_s=5.0)
     hub.arrive(0, 10.0, 1, next_s=14.0)
-    [dispatch] = hub.join(7, 11.0, 1)
+    [dispatch] = hub.join_all({7: None}, 11.0, 1)
     assert (dispatch.worker, dispatch.time_s, dispatch.version, dispatch.work.shard) == (7, 11.0, 1, 3)
     assert hub.deadline_s == 15.0
     assert summarized(hub.arrive(7, 13.0, 2, next_s=14.0)[1]) == []
@@ -237,7 +237,7 @@ def test_a_joiner_is_dispatched_at_once_though_a_window_is_open():
 def test_a_worker_that_joins_again_starts_a_new_round():
     hub = scheduler(1)
     hub.leave(0, 1.0, 0)
-    [dispatch] = hub.join(0, 2.0, 0)
+    [dispatch] = hub.join_all({0: None}, 2.0, 0)
     assert (dispatch.round, hub.open_dispatch(0, 0), hub.open_dispatch(0, 1)) == (1, None, dispatch)
 
 
@@ -245,7 +245,7 @@ def test_a_worker_cannot_join_twice_or_leave_without_having_joined():
     hub = scheduler(2)
     before = hub.to_parts()
     with pytest.raises(ConfigError, match=r"worker 1 joins, but it has joined already"):
-        hub.join(1, 1.0, 0)
+        hub.join_all({1: None}, 1.0, 0)
     with pytest.raises(ConfigError, match=r"worker 5 leaves, but it is not one of the 2 workers"):
         hub.leave(5, 1.0, 0)
     assert hub.to_parts() == before
@@ -264,7 +264,7 @@ def test_once_the_updates_are_reached_no_worker_is_dispatched():
     assert hub.arrive(0, 5.0, 1, next_s=8.0) == (0, [])
     assert hub.done
     assert hub.tick(100.0, 1) == []
-    assert hub.join(9, 101.0, 1) == []
+    assert hub.join_all({9: None}, 101.0, 1) == []
     assert summarized(hub.redispatch(1, 102.0, 1)) == [(102.0, 1, 1)]
     assert summarized(hub.leave(2, 103.0, 1)) == [(103.0, 2, 2)]
     assert hub.shards.steps.tolist() == [10, 0, 0, 0]
@@ -283,7 +283,7 @@ def test_every_worker_keeps_its_own_shard_while_all_are_equal():
 def test_two_workers_that_swap_shards_leave_the_schedules_with_the_shards():
     """Steps by speed: worker 0 takes 10, worker 1 takes 5. Then shard 1 lags, so worker 0 is given it."""
     hub = scheduler(pace="given", speeds=(2.0, 1.0), examples=(100, 100), grace_s=math.inf)
-    rounds = [[decision for worker in (0, 1) for decision in hub.join(worker, 0.0, 0)]]
+    rounds = [[decision for worker in (0, 1) for decision in hub.join_all({worker: None}, 0.0, 0)]]
     for _ in range(2):
         rounds.append([d for worker in (0, 1) for d in hub.arrive(worker, 1.0, 0, next_s=None)[1] if isinstance(d, Dispatch)])
     seen = [[(d.worker, d.work.shard, d.work.schedule, d.steps) for d in round] for round in rounds]
@@ -301,7 +301,7 @@ def test_two_workers_that_swap_shards_leave_the_schedules_with_the_shards():
 def test_steps_follow_the_speed_and_the_fastest_takes_all_of_them(steps, expected):
     hub = scheduler(steps=steps, pace="given", speeds=tuple(1 / time for time in VERY_S))
     for worker in range(4):
-        hub.join(worker, 0.0, 0)
+        hub.join_all({worker: None}, 0.0, 0)
     assert [hub.speeds.steps(worker) for worker in range(4)] == expected
 
 
@@ -319,10 +319,10 @@ def test_a_worker_of_exactly_one_nth_of_the_speed_loses_no_step_to_rounding(part
 
 def test_the_reference_is_the_fastest_worker_that_is_present():
     hub = scheduler(pace="given", steps=20, speeds=(4.0, 2.0, 1.0))
-    [alone] = hub.join(2, 0.0, 0)
-    [faster] = hub.join(1, 0.0, 0)
+    [alone] = hub.join_all({2: None}, 0.0, 0)
+    [faster] = hub.join_all({1: None}, 0.0, 0)
     assert (alone.steps, faster.steps, hub.speeds.steps(2)) == (20, 20, 10)
-    hub.join(0, 0.0, 0)
+    hub.join_all({0: None}, 0.0, 0)
     assert [hub.speeds.steps(worker) for worker in (0, 1, 2)] == [20, 10, 5]
     hub.leave(0, 1.0, 0)
     assert [hub.speeds.steps(worker) for worker in (1, 2)] == [20, 10]
@@ -331,7 +331,7 @@ def test_the_reference_is_the_fastest_worker_that_is_present():
 def test_the_driver_may_supply_the_speeds():
     hub = scheduler(pace="given", steps=20)
     for worker, time in enumerate(VERY_S):
-        hub.join(worker, 0.0, 0, speed=1 / time)
+        hub.join_all({worker: 1 / time}, 0.0, 0)
     assert [hub.speeds.steps(worker) for worker in range(4)] == [20, 15, 7, 3]
 
 
@@ -340,16 +340,16 @@ def test_the_driver_may_supply_the_speeds():
 )
 def test_a_worker_without_a_usable_speed_is_refused_and_not_there(speed, what):
     hub = scheduler(pace="given")
-    hub.join(0, 0.0, 0, speed=2.0)
+    hub.join_all({0: 2.0}, 0.0, 0)
     before = hub.to_parts()
     with pytest.raises(ConfigError, match=rf"worker 1: .*{what}.*pace=measured"):
-        hub.join(1, 0.0, 0, speed=speed)
+        hub.join_all({1: speed}, 0.0, 0)
     assert hub.to_parts() == before
 
 
 def test_a_worker_beyond_the_list_of_speeds_is_refused_though_the_driver_knows_one():
     with pytest.raises(ConfigError, match=r"worker 1: no speed is given"):
-        scheduler(1, pace="given", speeds=(1.0,)).join(1, 0.0, 0, speed=1.0)
+        scheduler(1, pace="given", speeds=(1.0,)).join_all({1: 1.0}, 0.0, 0)
 
 
 def test_measured_speeds_agree_with_given_ones_after_one_round_each():
@@ -363,7 +363,7 @@ def test_measured_speeds_agree_with_given_ones_after_one_round_each():
 def test_a_worker_that_was_not_measured_yet_takes_all_steps():
     hub = scheduler(2, steps=50, pace="measured")
     hub.arrive(0, 10.0, 1, next_s=None, seconds=10.0)
-    [newcomer] = hub.join(5, 11.0, 1)
+    [newcomer] = hub.join_all({5: None}, 11.0, 1)
     assert (newcomer.steps, hub.speeds.steps(1), hub.speeds.steps(0)) == (50, 50, 50)
 
 
@@ -424,7 +424,7 @@ def play(hub, times_s, until_s):
     """Drives the scheduler as the simulator does, with exact knowledge of the next arrival: (arrivals, closings)."""
     out, arrivals, closings = [], [], []
     for worker in range(len(times_s)):
-        [dispatch] = hub.join(worker, 0.0, 0, speed=1 / times_s[worker])
+        [dispatch] = hub.join_all({worker: 1 / times_s[worker]}, 0.0, 0)
         heapq.heappush(out, (dispatch.steps * times_s[worker], worker))
     while out[0][0] <= until_s:
         now_s, worker = heapq.heappop(out)
@@ -485,5 +485,5 @@ def test_the_scheduler_survives_a_file_in_an_open_window_and_continues_in_the_sa
     assert again.to_parts() == hub.to_parts()
     assert again.deadline_s == 15.0
     assert again.arrive(1, 14.0, 3, math.inf, 13.0) == hub.arrive(1, 14.0, 3, math.inf, 13.0)
-    assert again.join(3, 15.0, 3) == hub.join(3, 15.0, 3)
+    assert again.join_all({3: None}, 15.0, 3) == hub.join_all({3: None}, 15.0, 3)
     assert again.to_parts() == hub.to_parts()

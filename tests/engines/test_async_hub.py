@@ -29,7 +29,7 @@ def hub_of(algorithm, workers=4, params=None, shards=4, updates=10**9):
     """A hub with so many workers, dispatched at 0."""
     hub = AsyncHub(algorithm, params or scalar(1.0), examples=[100] * shards, updates=updates, draw=lambda round: 0.5)
     for worker in range(workers):
-        hub.join(worker, 0.0)
+        hub.join_all({worker: None}, 0.0)
     return hub
 
 
@@ -171,7 +171,7 @@ def test_an_arrival_after_the_window_first_sends_off_the_others_with_the_weights
 def test_a_joiner_begins_from_the_present_weights_though_others_wait():
     hub = hub_of(AsyncLocalSGD(inner_steps=2, outer=SGD(lr=1.0), grace_s=9.0), workers=2, params=scalar(10.0))
     push(hub, 0, 1.0, now_s=10.0)
-    [dispatch] = hub.join(2, 11.0)
+    [dispatch] = hub.join_all({2: None}, 11.0)
     assert (dispatch.version, float(hub.task(dispatch).params["w"])) == (1, 9.0)
 
 
@@ -321,7 +321,7 @@ def test_a_late_update_of_an_abandoned_round_is_refused():
 
 def test_an_update_of_a_life_before_is_refused():
     hub = hub_of(AsyncLocalSGD(inner_steps=3), workers=2)
-    hub.leave(1, 1.0), hub.join(1, 2.0)
+    hub.leave(1, 1.0), hub.join_all({1: None}, 2.0)
     before = account(hub)
     [refusal] = hub.push(Push(1, 1, scalar(1.0)), 3.0, None)
     assert not refusal.known
@@ -344,7 +344,7 @@ def test_an_unknown_worker_cannot_leave_and_a_worker_cannot_join_twice():
     with pytest.raises(ConfigError, match="it is not one of the"):
         hub.leave(9, 5.0)
     with pytest.raises(ConfigError, match="it has joined already"):
-        hub.join(0, 5.0)
+        hub.join_all({0: None}, 5.0)
     assert (account(hub), hub.scheduler.to_parts()) == (before, parts)
     assert isinstance(push(hub, 0, 0.5, 6.0)[0], Applied)
 

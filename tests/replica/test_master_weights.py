@@ -8,7 +8,8 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
-from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.replica.evaluator import Evaluator

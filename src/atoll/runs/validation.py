@@ -50,12 +50,7 @@ def check_run(run: Run) -> None:
         _check_speeds(run, run.algorithm.plan.speeds)
     else:
         run.cluster.check_synchronous()
-        steps, per_round = run.train.steps, run.algorithm.steps_per_round
-        if steps % per_round:
-            raise ConfigError(
-                f"train.steps={steps} is not a multiple of the {per_round} inner steps of a round: the last round would be cut "
-                f"short. Use train.steps={max(1, round(steps / per_round)) * per_round}, or another length of a round."
-            )
+        check_whole_rounds(run.train.steps, run.algorithm.steps_per_round)
 
 
 def _check_speeds(run: Run, speeds: Sequence[float]) -> None:
@@ -65,6 +60,16 @@ def _check_speeds(run: Run, speeds: Sequence[float]) -> None:
         raise ConfigError(
             f"algorithm.speeds has {len(speeds)} figures for cluster.islands={run.cluster.islands}{devices}: give one per "
             f"island, or leave it empty to use those of cluster.step_time_s."
+        )
+
+
+def check_whole_rounds(steps: int, per_round: int) -> None:
+    """Refuse a number of steps that is not one round or more."""
+    if steps < 1 or steps % per_round:
+        fit = max(1, round(steps / per_round)) * per_round
+        raise ConfigError(
+            f"train.steps={steps} is not a multiple of the {per_round} inner steps of a round: the last round would "
+            f"be cut short. Use train.steps={fit}, or another length of a round."
         )
 
 

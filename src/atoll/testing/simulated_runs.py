@@ -15,7 +15,8 @@ from atoll.core.events import Event, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Workload
 from atoll.engines.simulator.async_engine import AsyncSimEngine
-from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import InnerRule, LocalReplica, RoundStart

@@ -16,7 +16,8 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Compared, Computed, Evaluated, Exchanged, LimitSet, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.engines.group_collectives import GroupCollectives
-from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator

@@ -25,7 +25,7 @@ from atoll.core.events import (
 )
 from atoll.core.flat_tree import Tree
 from atoll.engines.simulator.async_engine import AsyncSimEngine
-from atoll.engines.simulator.engine import SimSetup
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.optim.adam import AdamW
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD, Momentum, Nesterov
@@ -476,11 +476,6 @@ def test_settings_of_synchronous_rounds_are_refused_for_an_asynchronous_algorith
 def test_outages_are_refused_for_a_synchronous_algorithm():
     with pytest.raises(ConfigError, match=r"cluster.outages strike in mid-round.*Use cluster.away"):
         simulator(DiLoCo(inner_steps=1), steps=3, cluster=two(outages=(Outage(island=0, start_s=1.0),)))
-
-
-def test_a_run_of_no_steps_is_refused():
-    with pytest.raises(ConfigError, match=r"steps=0"):
-        simulator(PLAIN, steps=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- resuming

@@ -58,13 +58,13 @@ def test_spans_of_an_island_never_overlap_and_exchanges_wait_for_the_last():
 
 def test_each_island_reads_its_own_shard():
     done = simulate(DiLoCo(inner_steps=2), steps=6)
-    assert done.engine.data.positions == [6, 6, 6, 6]
+    assert done.engine.parts()["engine"]["positions"] == [(6, 1), (6, 1), (6, 1), (6, 1)]
 
 
 def test_more_islands_than_shards_share_them_without_reading_a_batch_twice():
     workload = Regression(RegressionBatches(num_shards=2))
     done = simulate(DiLoCo(inner_steps=2), steps=6, workload=workload, cluster=Cluster(islands=4))
-    assert done.engine.data.positions == [12, 12]
+    assert done.engine.parts()["engine"]["positions"] == [(12, 1), (12, 1)]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_located():
@@ -87,8 +87,10 @@ def test_nothing_is_saved_once_the_loss_is_not_finite():
 
 
 def test_steps_that_do_not_fill_rounds_are_refused_with_a_number_that_does():
-    with pytest.raises(ConfigError, match=r"steps=50 is not a positive multiple of the 20 .*Use 40"):
+    with pytest.raises(ConfigError, match=r"steps=50 is not a multiple of the 20 .*Use train.steps=40"):
         simulator(DiLoCo(inner_steps=20), steps=50)
+    with pytest.raises(ConfigError, match=r"steps=0 is not a multiple of the 20 .*Use train.steps=20"):
+        simulator(DiLoCo(inner_steps=20), steps=0)
 
 
 @dataclass(frozen=True)

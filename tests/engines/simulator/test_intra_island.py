@@ -236,7 +236,7 @@ def test_spans_of_a_device_never_overlap():
 
 def test_each_device_reads_a_shard_of_its_own():
     done = two_level(ZeRO1(optimizer=SGD(lr=0.05)), islands=2, devices=3)
-    assert done.engine.data.positions == [9] * 6
+    assert done.engine.parts()["engine"]["positions"] == [(9, 1)] * 6
     assert done.finished.tokens == 9 * 6 * 8
 
 

@@ -1,12 +1,15 @@
 """Islands that join and leave, and how they receive the shared state."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 
+from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
 from atoll.core.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft, RoundFinished
+from atoll.engines import run_lifecycle
 from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Away, Cluster, Link, Lost
 from atoll.testing.simulated_runs import Regression, run_engine, simulate, simulator
@@ -68,6 +71,8 @@ def test_the_clock_does_not_go_back_when_a_slow_island_leaves():
     assert times == sorted(times)
 
 
-def test_a_schedule_without_islands_is_rejected_before_training():
+def test_a_schedule_without_islands_is_refused_before_the_run_has_a_folder(tmp_path):
+    run = replace(recipes.demo_diloco(), cluster=Cluster(islands=1, away=(Away(island=0, start=2, stop=3),)))
     with pytest.raises(ConfigError, match="no island is left in round 2"):
-        simulator(DiLoCo(inner_steps=1), steps=4, cluster=Cluster(islands=1, away=(Away(island=0, start=2, stop=3),)))
+        run_lifecycle.run(run, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -13,7 +13,8 @@ from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.run_lifecycle import Driver, Result, RunRequest
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.batched_compute import BatchedCompute
-from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
