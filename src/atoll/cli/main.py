@@ -40,7 +40,7 @@ Settings = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Seed of the weights, the data order and the simulated cluster.")]
-Engine = Annotated[
+EngineName = Annotated[
     Literal["simulator", "processes", "elastic", "ray", "sim", "dist"] | None,
     typer.Option(
         help="simulator: one process with a virtual clock. processes: a fixed number of ranks. elastic: islands join and leave. "
@@ -63,7 +63,7 @@ class RunOptions:
     resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder from its newest checkpoint.")] = None
     json: Json = False
     quiet: Quiet = False
-    engine: Engine = None
+    engine: EngineName = None
     processes: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks, islands or workers; short for --set engine.processes=N.")
     ] = None
@@ -117,7 +117,7 @@ def recipes() -> None:
 
 
 @app.command()
-def show(recipe: str, settings: Settings, seed: Seed = None, engine: Engine = None, json: Json = False) -> None:
+def show(recipe: str, settings: Settings, seed: Seed = None, engine: EngineName = None, json: Json = False) -> None:
     """List every setting of a recipe, and with --engine those of the engine: path, value, allowed types."""
     from atoll.cli.commands import show_recipe
 

@@ -27,7 +27,7 @@ from atoll.runs.folder import RunFolder
 from atoll.runs.run import Train
 from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.sinks import MemorySink
-from atoll.testing.simulated_runs import arrived
+from tests.samples import arrived
 
 
 class MemoryLog(MemorySink):

@@ -41,8 +41,7 @@ _SILENT_S = 6.0
 """A leader that has not answered for so long after the last commit has died, and a registry that has not is gone with the run."""
 
 
-Log = Callable[[str], object]
-Interpose = Callable[[Algorithm[Any], Membership, IslandStatus, Log], tuple[Algorithm[Any], Membership]]
+Interpose = Callable[[Algorithm[Any], Membership, IslandStatus, Callable[[str], object]], tuple[Algorithm[Any], Membership]]
 """Replaces the algorithm and the membership of an island, whose status and log it gets. Fault injection enters here."""
 
 
@@ -62,7 +61,7 @@ class IslandProcess:
         host: str,
         name: str,
         folder: Path | None,
-        log: Log,
+        log: Callable[[str], object],
         interpose: Interpose | None = None,
         devices: int | None = None,
     ) -> None:

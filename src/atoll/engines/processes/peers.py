@@ -23,7 +23,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-Outcome = tuple[T, float, tuple[int, ...]]
+ExchangeOutcome = tuple[T, float, tuple[int, ...]]
 """The result of an exchange, the sum of the ranks' weights, and the ranks whose tree was not finite."""
 
 
@@ -80,7 +80,7 @@ class ProcessPeers:
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
         return await self._exchange("mean", lambda: self._mean(tree, weight, compare))
 
-    def _mean(self, tree: Tree, weight: float, compare: bool) -> Outcome[Mean]:
+    def _mean(self, tree: Tree, weight: float, compare: bool) -> ExchangeOutcome[Mean]:
         weights, nonfinite = self._gather_weights(weight, tree)
         total = float(sum(weights))
         if total == 0:
@@ -100,7 +100,7 @@ class ProcessPeers:
         buffer = tree.claim(wire)
         return await self._exchange("reduce_scatter", lambda: self._reduce_scatter(buffer, weight, wide))
 
-    def _reduce_scatter(self, buffer: Tree, weight: float, wide: bool) -> Outcome[Scattered]:
+    def _reduce_scatter(self, buffer: Tree, weight: float, wide: bool) -> ExchangeOutcome[Scattered]:
         weights, nonfinite = self._gather_weights(weight, buffer)
         self._buffer = buffer
         sum_dtype = torch.promote_types(buffer.flat.dtype, torch.float32) if wide else None
@@ -117,7 +117,7 @@ class ProcessPeers:
     async def all_gather(self, shard: Tree) -> Tree:
         return await self._exchange("all_gather", lambda: self._all_gather(shard))
 
-    def _all_gather(self, shard: Tree) -> Outcome[Tree]:
+    def _all_gather(self, shard: Tree) -> ExchangeOutcome[Tree]:
         buffer, self._buffer = self._buffer, None
         if buffer is None or buffer.flat.dtype != shard.flat.dtype:
             flat = shard.flat
@@ -162,7 +162,7 @@ class ProcessPeers:
         """No island misses an exchange here: one that does not take part ends the run."""
         return state
 
-    def _exchange(self, what: str, call: Callable[[], Outcome[T]]) -> Request[T]:
+    def _exchange(self, what: str, call: Callable[[], ExchangeOutcome[T]]) -> Request[T]:
         """A request for the communication thread, which records when the exchange was asked for and when it was over."""
         arrived_s, group = self._clock.now_s(), self._group
         background = self._launching or threading.current_thread() is not self._computing_thread

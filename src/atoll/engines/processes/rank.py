@@ -102,11 +102,8 @@ def rank_log_path(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank-{rank}.log"
 
 
-Log = Callable[[str], object]
-
-
 @contextmanager
-def open_rank_log(folder: Path, rank: int) -> Iterator[Log]:
+def open_rank_log(folder: Path, rank: int) -> Iterator[Callable[[str], object]]:
     """A function that appends a line to the rank's log, which also takes what ranks other than rank 0 print. A rank that fails
     writes why and exits at once."""
     path = rank_log_path(folder, rank)
@@ -251,7 +248,15 @@ def _choose_device(plan: RunPlan) -> str:
 class RankDriver(Driver[ProcessEngine]):
     """Carries out one rank's part of a run."""
 
-    def __init__(self, task: RunTask, spec: Processes, context: RankContext, device: str, log: Log, limit: ExchangeTimeout) -> None:
+    def __init__(
+        self,
+        task: RunTask,
+        spec: Processes,
+        context: RankContext,
+        device: str,
+        log: Callable[[str], object],
+        limit: ExchangeTimeout,
+    ) -> None:
         super().__init__(task)
         self.leads = context.is_rank_zero
         self._spec, self._context, self._device, self._log, self._limit = spec, context, device, log, limit
