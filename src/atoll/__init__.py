@@ -22,54 +22,32 @@ if TYPE_CHECKING:
     from atoll.algorithms.delayed_update import DPU as DPU
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
     from atoll.algorithms.weight_prediction import WP as WP
-    from atoll.algorithms.zero import FSDP as FSDP
-    from atoll.algorithms.zero import ZeRO1 as ZeRO1
-    from atoll.core.errors import AtollError as AtollError
-    from atoll.core.errors import ConfigError as ConfigError
+    from atoll.algorithms.zero import FSDP as FSDP, ZeRO1 as ZeRO1
+    from atoll.core.errors import AtollError as AtollError, ConfigError as ConfigError
     from atoll.core.flat_tree import Tree as Tree
     from atoll.data.gaussians import Gaussians as Gaussians
     from atoll.data.instructions import Instructions as Instructions
-    from atoll.data.partition import IID as IID
-    from atoll.data.partition import ByDomain as ByDomain
-    from atoll.data.partition import Dirichlet as Dirichlet
-    from atoll.data.partition import KMeans as KMeans
+    from atoll.data.partition import IID as IID, ByDomain as ByDomain, Dirichlet as Dirichlet, KMeans as KMeans
     from atoll.data.text import Text as Text
     from atoll.engines.elastic.spec import Elastic as Elastic
     from atoll.engines.log_replay import replay_run as replay_run
     from atoll.engines.processes.spec import Processes as Processes
     from atoll.engines.ray.spec import Ray as Ray
-    from atoll.engines.run_lifecycle import Result as Result
-    from atoll.engines.run_lifecycle import resume as resume
-    from atoll.engines.run_lifecycle import run as run
+    from atoll.engines.run_lifecycle import Result as Result, resume as resume, run as run
     from atoll.engines.simulator.spec import Simulator as Simulator
-    from atoll.loop.context_manager import Islands as Islands
-    from atoll.loop.context_manager import islands as islands
+    from atoll.loop.context_manager import Islands as Islands, islands as islands
     from atoll.loop.topology import join as join
     from atoll.models.gpt import GPT as GPT
     from atoll.models.mlp import MLP as MLP
     from atoll.models.pretrained import Pretrained as Pretrained
-    from atoll.optim.adam import Adam as Adam
-    from atoll.optim.adam import AdamW as AdamW
-    from atoll.optim.delayed_nesterov import Buffered as Buffered
-    from atoll.optim.delayed_nesterov import DelayedNesterov as DelayedNesterov
-    from atoll.optim.schedules import WSD as WSD
-    from atoll.optim.schedules import Constant as Constant
-    from atoll.optim.schedules import Cosine as Cosine
-    from atoll.optim.sgd import SGD as SGD
-    from atoll.optim.sgd import Momentum as Momentum
-    from atoll.optim.sgd import Nesterov as Nesterov
-    from atoll.optim.staleness import DelayCompensation as DelayCompensation
-    from atoll.optim.staleness import Polynomial as Polynomial
-    from atoll.runs.cluster import Away as Away
-    from atoll.runs.cluster import Cluster as Cluster
-    from atoll.runs.cluster import Link as Link
-    from atoll.runs.cluster import Lost as Lost
-    from atoll.runs.cluster import Outage as Outage
-    from atoll.runs.export import export as export
-    from atoll.runs.export import load_exported as load_exported
-    from atoll.runs.run import Keep as Keep
-    from atoll.runs.run import Run as Run
-    from atoll.runs.run import Train as Train
+    from atoll.optim.adam import Adam as Adam, AdamW as AdamW
+    from atoll.optim.delayed_nesterov import Buffered as Buffered, DelayedNesterov as DelayedNesterov
+    from atoll.optim.schedules import WSD as WSD, Constant as Constant, Cosine as Cosine
+    from atoll.optim.sgd import SGD as SGD, Momentum as Momentum, Nesterov as Nesterov
+    from atoll.optim.staleness import DelayCompensation as DelayCompensation, Polynomial as Polynomial
+    from atoll.runs.cluster import Away as Away, Cluster as Cluster, Link as Link, Lost as Lost, Outage as Outage
+    from atoll.runs.export import export as export, load_exported as load_exported
+    from atoll.runs.run import Keep as Keep, Run as Run, Train as Train
 
 _NAMES = {
     "algorithms.acco": "ACCO",

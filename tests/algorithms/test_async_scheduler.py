@@ -6,8 +6,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch, Scheduler
 from atoll.core.errors import ConfigError

@@ -6,8 +6,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from atoll.algorithms.shard_sampler import ShardSampler
 from atoll.core.errors import ConfigError

@@ -15,8 +15,7 @@ from atoll.runs.export import load_exported
 from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.run_progress import read_progress
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
-from tests.samples import SMALL as TINY
-from tests.samples import arrived
+from tests.samples import SMALL as TINY, arrived
 
 SMALL = [*TINY, "train.steps=6", "train.warm_start_steps=0"]
 

@@ -4,12 +4,11 @@ from dataclasses import fields, replace
 from typing import get_type_hints
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from atoll.core.errors import AtollError
-from atoll.core.events import KINDS as KINDS_BY_NAME
 from atoll.core.events import (
+    KINDS as KINDS_BY_NAME,
     Compared,
     Evaluated,
     Event,

@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from atoll.core.errors import CheckpointError, ConfigError

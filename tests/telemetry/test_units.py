@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from atoll.telemetry.units import human_bytes, human_count, human_fraction, human_loss, human_percent, human_time, human_times
 

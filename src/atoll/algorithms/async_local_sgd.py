@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from atoll.core.config.type_checks import check_types
-from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, Correction, Hub, Plan, Replica, Rule, shared
 from atoll.optim.delayed_nesterov import DelayedNesterov
@@ -63,10 +62,6 @@ class AsyncLocalSGD:
     def __post_init__(self) -> None:
         check_types(self)
         check_weight(self.weight)
-        if self.inner_steps < 1:
-            raise ConfigError(
-                f"inner_steps={self.inner_steps}: a round needs at least 1 inner step. Use 1 to push after every step."
-            )
         assert self.plan, "a plan refuses what it cannot be"
 
     @property

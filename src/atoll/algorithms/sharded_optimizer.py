@@ -13,12 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from atoll.algorithms.ddp import check_accumulation, check_clip_norm
-from atoll.core.config.type_checks import check_types
+from atoll.algorithms.ddp import StepsOnGradients, check_accumulation
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Gradient, Peers, Replica, Rule, Weigh
+from atoll.core.protocols import Gradient, Peers, Replica, Rule
 from atoll.optim import chunked_step
-from atoll.optim.adam import AdamW
 from atoll.optim.chunked_step import Stepped
 
 Precision = Literal["own", "fp32", "bf16"]
@@ -34,34 +32,16 @@ class Reduced(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharded:
-    """The common settings and steps.
+class Sharded(StepsOnGradients):
+    """The common settings and steps. The optimizer's rule is applied to slices, so it is elementwise.
 
     Args:
-        optimizer: the rule applied to the mean gradient, elementwise. None: the run's inner optimizer.
-        clip_norm: mean gradients longer than this, as a whole, are shortened to it. None: the run's.
-        weigh: whether each batch weighs the same in the mean, or each token: for batches that are padded.
         wire: in which precision gradients and weights are sent; own: the model's.
         sums: in which precision gradients are added up, over batches and over islands; own: the model's, and that of `wire`.
     """
 
-    optimizer: Rule | None = None
-    clip_norm: float | None = None
-    weigh: Weigh = "batches"
     wire: Precision = "own"
     sums: Literal["own", "fp32"] = "own"
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_clip_norm(self.clip_norm)
-
-    @property
-    def steps_per_round(self) -> int:
-        return 1
-
-    @property
-    def rule(self) -> Rule:
-        return self.optimizer or AdamW(lr=4e-4)
 
     def cut(self, params: Tree, peers: Peers) -> tuple[Tree, Any]:
         """This island's slice of these weights, and an optimizer state for it."""

@@ -39,6 +39,13 @@ def diverged_loss(loss: float, where: str) -> TrainingDiverged:
     )
 
 
+def diverged_hub(arrivals: int) -> TrainingDiverged:
+    return TrainingDiverged(
+        f"the hub's weights are no longer finite after {arrivals} arrivals, though every delta was. The run stops; its checkpoints "
+        f"are valid. Lower the outer learning rate, or the weight of each arrival."
+    )
+
+
 def diverged_weights(round: int, inputs: str = "loss") -> TrainingDiverged:
     """The weights after a round are not finite, though every input of the update was."""
     return TrainingDiverged(

@@ -65,11 +65,9 @@ class Faults(Protocol):
 
     def check(self, run: Run, spec: EngineSpec) -> None:
         """Refuse faults that do not fit the run."""
-        ...
 
     def attach(self, task: RunTask) -> AbstractContextManager[Any]:
         """Inject the faults while the context is open. It yields what the engine's launcher asks for."""
-        ...
 
 
 def discard(line: str) -> None:
@@ -329,17 +327,14 @@ class Engine(Protocol):
     @property
     def params(self) -> Tree:
         """The global weights."""
-        ...
 
     def buffers(self) -> Mapping[str, Tensor]: ...
 
     def train(self) -> Iterator[None]:
         """Train to the end. Yields when a checkpoint is due."""
-        ...
 
     def finish(self, warm_start_tokens: int) -> RunFinished | None:
         """The figures of the run, in the process that leads."""
-        ...
 
 
 E = TypeVar("E", bound=Engine)

@@ -35,7 +35,6 @@ class EngineSpec(Protocol):
 
     def fitted(self, run: Run) -> Run:
         """The run with the islands that this engine will have. Raises ConfigError if the engine cannot carry it out."""
-        ...
 
 
 SPECS: Mapping[str, type[EngineSpec]] = {spec.name: spec for spec in (Simulator, Processes, Elastic, Ray)}

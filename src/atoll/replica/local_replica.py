@@ -25,8 +25,7 @@ from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.data_parallel import DataParallelDevices
 from atoll.replica.flat_parameters import FlatModule, TrainableWeights, copy_buffers, persistent_buffers, trainable_weights
 from atoll.replica.forward_backward import ForwardBackward, Loss, ModuleTraits, probe_module, split_batch
-from atoll.replica.master_weights import InnerRule as InnerRule
-from atoll.replica.master_weights import MasterWeights, cast_parameters, needs_master_weights
+from atoll.replica.master_weights import InnerRule as InnerRule, MasterWeights, cast_parameters, needs_master_weights
 
 
 class ComputeResult(NamedTuple):

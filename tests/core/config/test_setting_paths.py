@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from atoll.core.config.json_records import find_type, from_json, to_json
 from atoll.core.config.overrides import override

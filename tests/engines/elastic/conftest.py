@@ -9,8 +9,7 @@ import torch
 
 from atoll import recipes
 from atoll.core.config.overrides import override
-from atoll.engines.elastic import island as island_module
-from atoll.engines.elastic import recovery, rendezvous
+from atoll.engines.elastic import island as island_module, recovery, rendezvous
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.island import IslandProcess
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll.engines.elastic import commit as commit_module
-from atoll.engines.elastic import membership as membership_module
+from atoll.engines.elastic import commit as commit_module, membership as membership_module
 from atoll.engines.elastic.aggregation import Disagreement, Proposal
 from atoll.engines.elastic.commit import CommitProtocol, MemberMissing, StaleState, UnconfirmedState
 from atoll.engines.elastic.membership import Membership, MembershipLost

@@ -15,8 +15,7 @@ from atoll.core.events import (
     Saved,
     SaveFailed,
 )
-from atoll.engines.elastic import island as island_module
-from atoll.engines.elastic import leader_event_log as leader_log_module
+from atoll.engines.elastic import island as island_module, leader_event_log as leader_log_module
 from atoll.engines.elastic.leader_event_log import CommitRecord, EventLogLease, LeaderLog, RunAlreadyFinished
 from atoll.engines.elastic.snapshot_server import IslandPhase
 from atoll.engines.elastic.spec import Elastic
@@ -48,7 +47,7 @@ def test_when_the_leader_dies_the_next_one_continues_where_the_log_ends(threaded
 
 
 def test_when_the_leader_dies_after_the_last_commit_another_island_finishes_the_run(threaded, toy, monkeypatch):
-    monkeypatch.setattr(island_module, "_SILENT_S", 0.2)
+    monkeypatch.setattr(island_module, "SILENT_S", 0.2)
     live = threaded(toy(2, "keep.save_every=1000"), Elastic(processes=2))
     live.finish([*live.start("island-0000", dies_after=4), *live.start("island-0001")])
     assert [event.round for event in live.events(Attended)] == [1, 2, 3, 4]
@@ -64,7 +63,7 @@ def test_islands_with_the_folder_stay_until_the_leader_has_finished_the_run(thre
 
 
 def test_a_joiner_keeps_the_last_state_for_islands_with_the_folder_that_died(threaded, toy, monkeypatch):
-    monkeypatch.setattr(island_module, "_SILENT_S", 1000.0)  # the joiner cannot write, so it is not waited for
+    monkeypatch.setattr(island_module, "SILENT_S", 1000.0)  # the joiner cannot write, so it is not waited for
     live = threaded(toy(2, "keep.save_every=1000"), Elastic(processes=2))
     first, other = live.start("island-0000", dies_after=4), live.start("zz-elsewhere", has_folder=False)
     for thread in first:

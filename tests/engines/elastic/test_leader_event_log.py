@@ -47,7 +47,7 @@ ORIGIN = {"run": "r", "data": "d"}
 class Engine:
     """Reaches versions on command. A round is ten steps."""
 
-    name, over = "a", False
+    name, leases = "a", SimpleNamespace(done=False)
     replica, clock = SimpleNamespace(buffers=dict), SimpleNamespace(now_s=lambda: 1.0)
 
     def __init__(self):

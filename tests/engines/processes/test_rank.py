@@ -27,8 +27,7 @@ from atoll.engines.processes.rank import (
     wait_for_all,
 )
 from atoll.engines.processes.spec import Processes
-from atoll.engines.run_lifecycle import RunRequest, RunTask, resume
-from atoll.engines.run_lifecycle import run as run_in_folder
+from atoll.engines.run_lifecycle import RunRequest, RunTask, resume, run as run_in_folder
 from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
 from atoll.telemetry.event_log import read_events

@@ -109,10 +109,6 @@ class ElasticEngine:
         self._digest = self._compute_digest()
 
     @property
-    def over(self) -> bool:
-        return self.leases.done
-
-    @property
     def steps_taken(self) -> int:
         """Position on the schedule, as if the planned islands had shared the work evenly."""
         return self.leases.settled * self.algorithm.steps_per_round // self._planned_islands

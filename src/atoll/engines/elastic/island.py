@@ -23,7 +23,15 @@ from atoll.engines.elastic.leader_event_log import CommitLog, CommitRecord, Lead
 from atoll.engines.elastic.membership import Membership, log_while_waiting
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import Registry
-from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, query_islands
+from atoll.engines.elastic.snapshot_server import (
+    QUERY_S,
+    SILENT_S,
+    IslandPhase,
+    IslandStatus,
+    Snapshot,
+    SnapshotServer,
+    query_islands,
+)
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.run_lifecycle import RunResults, RunTask
@@ -36,8 +44,7 @@ from atoll.runs.validation import check_devices_share_batch
 from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout
 
-_POLL_S, _QUERY_S = 0.2, 1.0
-_SILENT_S = 6.0
+_POLL_S = 0.2
 """A leader that has not answered for so long after the last commit has died, and a registry that has not is gone with the run."""
 
 
@@ -150,11 +157,11 @@ class IslandProcess:
         self._membership.join()
         self.status.phase = IslandPhase.JOINED  # not before its heartbeats: the quorum waits for an island that has joined
         self._registry.refresh()
-        if not self._engine.leases.active and not self._engine.over:
+        if not self._engine.leases.active and not self._engine.leases.done:
             self._wait_for_planned_islands()
 
     def _train(self) -> None:
-        while not self._engine.over:
+        while not self._engine.leases.done:
             written = self._leader_log.written if self._leader_log is not None else NO_VERSION
             outcome = self._engine.round(len(self._registry.alive()), written)
             if isinstance(outcome, CommittedRound):
@@ -219,7 +226,7 @@ class IslandProcess:
         ready = {name: status for name, status in self._registry.alive().items() if status.phase != IslandPhase.JOINING}
         if len(ready) < planned:
             return ready
-        answers = query_islands({name: status.address for name, status in ready.items()}, _QUERY_S)
+        answers = query_islands({name: status.address for name, status in ready.items()}, QUERY_S)
         return {name: status for name, status in ready.items() if name in answers}
 
     # --------------------------------------------------------------------------------------------------------------- the end
@@ -244,19 +251,19 @@ class IslandProcess:
         leader, addresses = leader_log.other_leader, self._engine.peer_addresses
         if leader is None and leader_log.lease is None:
             # It fetched the last state, and does not know its leader: if another island with the folder answers, that may be it.
-            self._stay("the leader", lambda: leader_log.is_finished or not self._has_folder_peer(), lambda: True, _SILENT_S)
+            self._stay("the leader", lambda: leader_log.is_finished or not self._has_folder_peer(), lambda: True, SILENT_S)
         elif leader is not None and leader in addresses:
             self._log(f"{self._name} stays until {leader} has finished the run")
-            self._stay(leader, lambda: leader_log.is_finished, lambda: query_islands({leader: addresses[leader]}, _SILENT_S))
+            self._stay(leader, lambda: leader_log.is_finished, lambda: query_islands({leader: addresses[leader]}, SILENT_S))
 
     def _has_folder_peer(self) -> bool:
-        return any(status.has_folder for status in query_islands(self._engine.peer_addresses, _QUERY_S).values())
+        return any(status.has_folder for status in query_islands(self._engine.peer_addresses, QUERY_S).values())
 
     def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> None:
-        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `_SILENT_S` without an answer."""
+        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer."""
         began_s = answered_s = time.monotonic()
         with log_while_waiting(self._log, f"waiting for {leader} to finish the run"):
-            while not finished() and time.monotonic() < min(began_s + limit_s, answered_s + _SILENT_S):
+            while not finished() and time.monotonic() < min(began_s + limit_s, answered_s + SILENT_S):
                 if answers():
                     answered_s = time.monotonic()
                 time.sleep(_POLL_S)

@@ -229,9 +229,9 @@ class LeaderLog:
         if committed.opening and engine.version.round == 0:
             self._evaluate(engine, lease)
             return
-        if engine.over or self._is_due(before, self._evaluated_at, self._keep.evaluate_every):
+        if engine.leases.done or self._is_due(before, self._evaluated_at, self._keep.evaluate_every):
             self._evaluate(engine, lease)
-        due = engine.over or self._void_checkpoints or self._is_due(before, self._saved_at, self._keep.save_every)
+        due = engine.leases.done or self._void_checkpoints or self._is_due(before, self._saved_at, self._keep.save_every)
         if due and not committed.opening and lease.is_held:
             self._save(engine, lease)
 

@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from atoll.core.errors import AtollError, ExchangeFailed, TrainingDiverged
+from atoll.core.errors import AtollError, ExchangeFailed
 from atoll.core.events import Progress, RoundFinished, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
+from atoll.engines.accounting import diverged_hub
 from atoll.engines.ray.client import HubClient, last_line
 from atoll.engines.ray.hub_actor import start_hub
 from atoll.engines.ray.messages import EvaluationRequest, HubProcessSpec, HubStatus, tensors_of, tree_copy
@@ -249,10 +250,7 @@ class RayEngine:
 
     def _metrics(self, request: EvaluationRequest, params: Tree) -> Mapping[str, float]:
         if not params.is_finite():
-            raise TrainingDiverged(
-                f"the hub's weights are no longer finite after {request.due.round} arrivals, though every delta was. The run "
-                f"stops; its checkpoints are valid. Lower the outer learning rate, or the weight of each arrival."
-            )
+            raise diverged_hub(request.due.round)
         metrics = self._evaluate(params, tensors_of(dict(request.buffers)))
         params.release()
         return metrics

@@ -26,8 +26,7 @@ import torch
 from atoll.core import events as ev
 from atoll.core.errors import AtollError, ExchangeFailed
 from atoll.core.flat_tree import Tree
-from atoll.engines.ray import bootstrap
-from atoll.engines.ray import messages as msg
+from atoll.engines.ray import bootstrap, messages as msg
 from atoll.engines.ray.hub_checkpoints import CheckpointWriter, lock_folder, log_line, recover
 from atoll.engines.ray.hub_state import HubState, StartBarrier
 

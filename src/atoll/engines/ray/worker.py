@@ -23,8 +23,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task, Workload
 from atoll.engines.accounting import ComputeSpan
-from atoll.engines.ray import bootstrap
-from atoll.engines.ray import messages as msg
+from atoll.engines.ray import bootstrap, messages as msg
 from atoll.engines.ray.client import HubClient
 from atoll.engines.ray.spec import Ray, further_devices
 from atoll.engines.round_record import WallClock

@@ -24,7 +24,7 @@ from atoll.core.errors import ExchangeFailed, TrainingDiverged
 from atoll.core.events import IslandJoined, IslandLeft, Progress
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
-from atoll.engines.accounting import MAX_REFUSALS, ComputeSpan
+from atoll.engines.accounting import MAX_REFUSALS, ComputeSpan, diverged_hub
 from atoll.engines.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
 from atoll.engines.simulator.engine import BaseSimEngine
 from atoll.engines.simulator.member_work import SimSetup
@@ -288,10 +288,7 @@ class AsyncSimEngine(BaseSimEngine):
 
     def _evaluate(self) -> None:
         if not self.params.is_finite():
-            raise TrainingDiverged(
-                f"the hub's weights are no longer finite after {self.round} arrivals, though every delta was. The run stops; its "
-                f"checkpoints are valid. Lower the outer learning rate, or the weight of each arrival."
-            )
+            raise diverged_hub(self.round)
         super()._evaluate()
 
     # ---------------------------------------------------------------------------------------------- the workers' timing and ledgers

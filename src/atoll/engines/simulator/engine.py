@@ -21,6 +21,7 @@ from atoll.core.flat_tree import Tree, all_finite
 from atoll.core.nested_trees import memories, recycle, trees
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, fields_owned, whole_steps
 from atoll.core.shared_results import sharing
+from atoll.engines.accounting import diverged_weights
 from atoll.engines.shared_and_sharded_state import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
 from atoll.engines.simulator.collectives import RoundAborted, SimCollectives
 from atoll.engines.simulator.intra_island import check_held_weights, held_weights, load_held_weights
@@ -235,11 +236,7 @@ class SimEngine(BaseSimEngine):
             return
         slices = [fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()]
         if not all_finite(trees([self._agreed, slices])):
-            raise TrainingDiverged(
-                self.accounting.divergence
-                or f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; "
-                f"checkpoints from before this round are valid. Lower the inner and outer learning rates, or set train.clip_norm."
-            )
+            raise TrainingDiverged(self.accounting.divergence) if self.accounting.divergence else diverged_weights(self.round)
         check_held_weights(self.algorithm, self.islands.values(), collectives)
         totals, skipped = self.accounting.totals, collectives.skipped
         totals.skipped_in_a_row = self.accounting.count_skipped(skipped, totals.skipped_in_a_row, self._sink)
