@@ -12,7 +12,7 @@ STAMP := .venv/.installed
 
 install: $(STAMP)
 
-# torch comes first and pinned to what was tested. Where pip is pointed at a CPU build of that version, it takes it.
+# pip installs torch first, in the tested version. If its index has a CPU build of that version, pip installs that.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "atoll needs Python 3.11 or newer: make PYTHON=python3.12 install")'
 	$(PYTHON) -m venv .venv

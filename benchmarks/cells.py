@@ -174,7 +174,7 @@ def run_rows(
         processes: cells that run in parallel. On a CPU they do not change the results; on a GPU results vary as from run to run.
         until_s: start no cell after this time of the monotonic clock. Rows then have the seeds that finished.
         can_run: whether this machine can run a Run; other cells stay missing.
-        warm: a folder for warm starts that processes and later commands share, since a GPU makes no two alike.
+        warm: a folder for warm starts that processes and later commands share, since two on a GPU never have the same bits.
     """
     seeds_of = seeds if isinstance(seeds, Mapping) else dict.fromkeys(rows, seeds)
     every = list(dict.fromkeys(seed for label in rows for seed in seeds_of[label]))

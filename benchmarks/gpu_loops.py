@@ -19,7 +19,8 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import Computed, Event, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.engines.simulator.batched_compute import BatchedCompute, BatchMode
-from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.models.gpt import Decoder
 from atoll.optim.adam import AdamW
 from atoll.replica.forward_backward import Loss

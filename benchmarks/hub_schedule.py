@@ -86,7 +86,7 @@ def drive(scheduler: Scheduler, size: Size) -> float:
 
     start = time.perf_counter()
     for worker in range(size.workers):
-        push_dispatched(scheduler.join(worker, 0.0, version=0))
+        push_dispatched(scheduler.join_all({worker: None}, 0.0, version=0))
     for version in range(size.arrivals):
         now_s, _, worker = heapq.heappop(out)
         push_dispatched(scheduler.tick(now_s, version, next_s=now_s))

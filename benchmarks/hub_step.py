@@ -93,7 +93,7 @@ class Bench:
         self._start = Tree.of({"w": torch.randn(params, generator=generator)})
         self._gradients = [Tree.of({"w": 1e-3 * torch.randn(params, generator=generator)}) for _ in range(2)]
         self._sources = [self._start, *self._gradients]
-        self._room = [torch.empty_like(tree.flat) for tree in self._sources]
+        self._buffers = [torch.empty_like(tree.flat) for tree in self._sources]
 
     def seconds(self, subject: Subject) -> dict[str, Any]:
         """Seconds of one copy, and of each step of one window after a warm-up window, on one thread."""
@@ -106,8 +106,8 @@ class Bench:
         return {"copy_s": copy_s / len(self._sources), "steps_s": steps_s}
 
     def _copies(self) -> None:
-        for room, tree in zip(self._room, self._sources, strict=True):
-            room.copy_(tree.flat)
+        for buffer, tree in zip(self._buffers, self._sources, strict=True):
+            buffer.copy_(tree.flat)
 
     def _steps(self, subject: Subject) -> Iterator[list[float]]:
         """Windows of the rule alone."""
@@ -129,7 +129,7 @@ class Bench:
         """Windows of a hub with as many workers as arrivals; each worker arrives once per window."""
         algorithm = subject.rule if isinstance(subject.rule, AsyncLocalSGD) else AsyncLocalSGD(inner_steps=1, outer=subject.rule)
         hub = AsyncHub(algorithm, self._start.copy(), examples=[1], updates=10**9, draw=lambda round: 0.0)
-        rounds = {worker: worker for worker in range(ARRIVALS) if hub.join(worker, 0.0)}
+        rounds = {worker: worker for worker in range(ARRIVALS) if hub.join_all({worker: None}, 0.0)}
         for now_s in itertools.count(1):
             steps_s = []
             for worker, gradient in enumerate(self._arriving()):

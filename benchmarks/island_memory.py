@@ -37,7 +37,7 @@ from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import InnerRule, LocalReplica
 from atoll.replica.master_weights import initial_weights
 from atoll.testing.fakes import ScriptedPeers
-from atoll.testing.simulated_runs import DecoderWorkload
+from decoder_workload import DecoderWorkload
 
 T = TypeVar("T")
 _PACKAGE = Path(atoll.__file__).parent
@@ -413,7 +413,7 @@ def _initial_state(
 
 
 def _allocated_bytes(device: str) -> int | None:
-    """Bytes that a device's allocator has handed out, the workspace of its libraries included; None on a CPU."""
+    """Bytes that a device's allocator has allocated, the workspace of its libraries included; None on a CPU."""
     if not device.startswith("cuda"):
         return None
     some = torch.ones(64, 64, dtype=torch.bfloat16, device=device, requires_grad=True)

@@ -28,7 +28,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.telemetry.units import human_bytes, human_count
-from atoll.testing.simulated_runs import DecoderWorkload
+from decoder_workload import DecoderWorkload
 from island_memory import PeakMemory, measure_peak_memory
 from progress import CellProgress
 from record import Record, benchmark_parser, default_path, markdown_table, script

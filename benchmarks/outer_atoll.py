@@ -20,7 +20,7 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import Nesterov
 from atoll.replica.local_replica import LocalReplica
-from atoll.testing.simulated_runs import DecoderWorkload
+from decoder_workload import DecoderWorkload
 from progress import Stopwatch
 
 READ, EXCHANGE, UPDATE, LOAD, REST = (

@@ -13,10 +13,12 @@ an idle machine.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,7 +27,6 @@ import torch.distributed as dist
 
 from atoll.models.gpt import GPT
 from atoll.telemetry.units import human_count, human_percent
-from atoll.testing.processes import ProcessPool
 from outer_atoll import PARTS, OuterStep
 from progress import CellProgress, timed
 from record import benchmark_parser, holds_text, markdown_table, open_record, script
@@ -92,6 +93,9 @@ def measured(group: dist.ProcessGroup, plan: Plan, store: str) -> dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of `tests`
+    from tests.process_pool import ProcessPool
+
     parser = benchmark_parser(__doc__, "outer_step", quick=True)
     parser.add_argument("--turns", type=int, default=15, help="measurements of each")
     options = parser.parse_args(arguments)

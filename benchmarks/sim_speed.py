@@ -24,7 +24,8 @@ from atoll.core.config.overrides import override
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import recycle
 from atoll.engines.simulator.collectives import weighted_mean
-from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW

@@ -77,7 +77,7 @@ class TorchftDiLoCo:
 
 
 class IslandInfo(NamedTuple):
-    """What torchft needs to know of an island."""
+    """The state of an island that torchft needs."""
 
     rank: int
     size: int  # number of islands

@@ -16,7 +16,7 @@ from atoll.core.protocols import Work
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica
-from atoll.testing.simulated_runs import DecoderWorkload, RepeatedBatch
+from decoder_workload import DecoderWorkload, RepeatedBatch
 
 VOCAB, SEQ_LEN = 257, 128
 PORT = 29_500

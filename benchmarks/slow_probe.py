@@ -1,4 +1,4 @@
-"""Bandwidth and latency of a link, measured with plain sockets: the simulator's inputs."""
+"""Bandwidth and latency of a link, measured with plain sockets: the simulator's inputs. And the bytes that a device sends."""
 
 from __future__ import annotations
 
@@ -6,14 +6,37 @@ import socket
 import statistics
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
 from slow_island import IslandGroup
 
+HEADER_BYTES = 66
+"""Ethernet, IP and TCP headers with time stamps, per packet."""
 PINGS = 20
 _CHUNK_BYTES = 1 << 18
 _PING_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes and packets that a network device has sent."""
+
+    sent_bytes: int
+    sent_packets: int
+
+    @staticmethod
+    def read(device: str) -> Counters:
+        """Of a device in this process's namespace."""
+        folder = Path("/sys/class/net") / device / "statistics"
+        return Counters(*(int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets")))
+
+    def payload_since(self, before: Counters) -> int:
+        """Bytes without headers. A packet that a network card would segment counts as one packet with one header."""
+        sent, packets = self.sent_bytes - before.sent_bytes, self.sent_packets - before.sent_packets
+        return sent - HEADER_BYTES * packets
 
 
 def probe(group: IslandGroup, num_bytes: int) -> dict[str, float]:
@@ -66,9 +89,9 @@ def _send(connection: socket.socket, num_bytes: int) -> None:
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> None:
-    room = memoryview(bytearray(_CHUNK_BYTES))
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     while num_bytes > 0:
-        got = connection.recv_into(room[: min(_CHUNK_BYTES, num_bytes)])
+        got = connection.recv_into(buffer[: min(_CHUNK_BYTES, num_bytes)])
         if not got:
             raise ConnectionError("the other island closed the connection")
         num_bytes -= got

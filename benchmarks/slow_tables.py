@@ -8,8 +8,8 @@ from typing import Any
 
 from atoll.telemetry.plot_style import COLOURS, new_figure
 from atoll.telemetry.units import human_bytes, human_count, human_percent
-from atoll.testing.namespaces import HEADER_BYTES
 from record import bullets, holds_text, markdown_table
+from slow_probe import HEADER_BYTES
 
 BYTES_WITHIN, TIME_WITHIN, ACCO_WITHIN = 0.03, 0.10, 1.10
 """Allowed: atoll's bytes from the formula, predictions from measurements, and ACCO over the longer of its two parts."""

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atoll.testing.namespaces import Counters
 from slow_atoll import ALGORITHMS, AtollLoop, Exchange
 from slow_baselines import TorchDDP, TorchftDiLoCo
 from slow_island import IslandGroup, Loop, Spec, step_alone
-from slow_probe import probe
+from slow_probe import Counters, probe
 
 OURS = {f"atoll {name}": name for name in ALGORITHMS}
 METHODS = ("torch DDP", "torch DDP + ZeRO", "torchft DiLoCo", *OURS)

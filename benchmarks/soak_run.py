@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from atoll.algorithms.diloco import DiLoCo
@@ -25,7 +26,7 @@ from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import (
     LIGHTHOUSE,
     Cut,
-    Fault,
+    ExternalFault,
     FaultScript,
     Freeze,
     FullDisk,
@@ -37,7 +38,7 @@ from atoll.testing.chaos.faults import (
 )
 from atoll.testing.chaos.reports import elastic_report
 
-KINDS: dict[str, type[Fault]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
+KINDS: dict[str, type[ExternalFault]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
 UPDATE_FAULTS = UpdateFault.__name__
 """Faults inside islands. They are scheduled by round, all others by time."""
 
@@ -133,7 +134,13 @@ def soak_cell(soak: Soak, folder: Path, *, broken: bool, advance: Callable[[floa
     evaluated = [event for event in read_events(folder / "events.jsonl", [Evaluated]) if isinstance(event, Evaluated)]
     return {
         "broken": broken,
-        "report": {**asdict(report), "apart": report.diverged, "done": report.injected, "succeeded": report.succeeded},
+        "report": {
+            **asdict(report),
+            "known": fmean(event.known for event in attended),
+            "apart": report.diverged,
+            "done": report.injected,
+            "succeeded": report.succeeded,
+        },
         "tokens": evaluated[-1].tokens,
         "seconds": attended[-1].time_s - attended[0].time_s,
         "load": [load_before, os.getloadavg()[1]],

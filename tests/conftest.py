@@ -1,16 +1,15 @@
-"""One torch thread: two cores are shared by everything that runs beside the tests. And a few processes, which all tests share: they
-cost more to start than the tests take. Ctrl-C reaches what tests start, also where the tests themselves were started in the
-background by a shell, which has it ignored."""
+"""Tests use one torch thread, because they share two cores with other processes. All tests share a few worker processes, which take
+longer to start than most tests run. Ctrl-C reaches processes that tests start, also if a shell started the tests in the background,
+where it ignores SIGINT."""
 
 import signal
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from atoll.testing.processes import ProcessPool
+from tests.process_pool import ProcessPool
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,27 +18,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(autouse=True)
 def _one_thread():
     yield
-    assert torch.get_num_threads() == 1, "a test or an engine changed the number of torch threads and did not put it back"
+    assert torch.get_num_threads() == 1, "a test or an engine changed the number of torch threads and did not restore it"
 
 
 @pytest.fixture(scope="session")
-def _importable():
-    """Functions of tests are sent to processes by name: there, the tests must be found."""
-    root = str(Path(__file__).parents[1])
-    sys.path.insert(0, root)
-    yield
-    sys.path.remove(root)
-
-
-@pytest.fixture(scope="session")
-def four(_importable):
+def four():
     with closing(ProcessPool(4)) as together:
         yield together
 
 
 @pytest.fixture
-def fresh_four(_importable):
-    """Four that have done nothing yet: torch keeps meshes of devices in mind, and with them groups that are no more."""
+def fresh_four():
+    """Four unused processes: torch caches device meshes, and with them process groups that no longer exist."""
     with closing(ProcessPool(4)) as together:
         yield together
 
@@ -62,12 +52,12 @@ def pytest_configure(config):
 
 
 def pytest_itemcollected(item):
-    """Before anything is deselected: a test that is not asked for today is still seen."""
+    """pytest calls this before it deselects tests, so that deselected tests count as collected."""
     item.config.stash[COLLECTED].add(item.path)
 
 
 def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist: what it collected goes to the controller
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist sends the paths that it collected to the controller
         session.config.workeroutput["collected"] = [str(path) for path in session.config.stash[COLLECTED]]
 
 
@@ -84,6 +74,6 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture
 def collected(request):
-    """The files that this session collected tests from; none if it was asked for a part of the suite."""
+    """The files that this session collected tests from; None if it runs a part of the suite."""
     config = request.config
     return config.stash[COLLECTED] if config.args == config.getini("testpaths") else None

@@ -1,14 +1,17 @@
-"""The pages are true: code runs, command lines are understood, tables are complete, links lead somewhere."""
+"""The pages match the code: their Python runs, their command lines parse, their tables are complete, their links resolve."""
 
 import __future__
 
+import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
 import shlex
 import sys
 import tomllib
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +21,12 @@ import atoll
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
-from atoll.cli import commands, run_command
-from atoll.cli import main as cli
+from atoll.cli import commands, main as cli, run_command
 from atoll.cli.recipe_settings import run_of, spec_with
 from atoll.core.config.overrides import override
 from atoll.core.events import KINDS, RoundFinished
 from atoll.data.text import Text
+from atoll.engines.elastic import launch as elastic_launch
 from atoll.engines.elastic.spec import check_address
 from atoll.engines.simulator.spec import Simulator
 from atoll.engines.spec import spec_named, write_spec
@@ -31,7 +34,7 @@ from atoll.runs.run import candidates
 from atoll.telemetry.summary import Summary
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import FaultScript
-from atoll.testing.simulated_runs import SMALL as TINY
+from tests.samples import SMALL as TINY
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -45,7 +48,7 @@ def blocks(page, language):
 
 
 def shell_lines(page):
-    """The command lines of a page; one that a backslash carries on is one."""
+    """The command lines of a page. Lines joined by a backslash are one."""
     lines = (line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -64,27 +67,21 @@ def small(run, *more):
 
 
 @pytest.fixture
-def understood(monkeypatch, capsys, tmp_path):
-    """Lets the command line read a line and stops at the verb: gives the verb's name and what it would have been called with."""
+def parsed(monkeypatch, capsys, tmp_path):
+    """Parses a command line with atoll's command, and returns the name of the verb and its arguments instead of carrying it out."""
     calls = []
 
     def stand_in(module, name):
         signature = inspect.signature(getattr(module, name))
         return lambda *given, **named: calls.append((name, signature.bind(*given, **named).arguments))
 
-    for name in (
-        "list_recipes",
-        "show_recipe",
-        "report_run",
-        "generate_text",
-        "evaluate_run",
-        "export_model",
-        "prepare_data",
-        "replay_folder",
-    ):
+    for name in ("list_recipes", "show_recipe", "report_run", "evaluate_run", "prepare_data"):
         monkeypatch.setattr(commands, name, stand_in(commands, name))
-    for name in ("compare_runs", "join_run"):
-        monkeypatch.setattr(run_command, name, stand_in(run_command, name))
+    for command in cli.app.registered_commands:
+        if command.callback in (cli.generate, cli.export, cli.replay):
+            monkeypatch.setattr(command, "callback", wraps(command.callback)(stand_in(cli, command.callback.__name__)))
+    monkeypatch.setattr(run_command, "compare_runs", stand_in(run_command, "compare_runs"))
+    monkeypatch.setattr(elastic_launch, "join_run", stand_in(elastic_launch, "join_run"))
     monkeypatch.setattr(run_command, "carry_out", lambda options, faults=None: calls.append(("run", vars(options))) or tmp_path)
     monkeypatch.setattr(RunFaults, "report", lambda *_: SimpleNamespace(rows=list))
     monkeypatch.chdir(tmp_path)
@@ -102,7 +99,7 @@ def understood(monkeypatch, capsys, tmp_path):
 
 
 def check_values(verb, given):
-    """What a verb looks at first, without doing it: that recipes exist, and that settings fit them and one another."""
+    """Checks the arguments of a verb without carrying it out: recipes exist, and settings fit them and one another."""
     if verb == "prepare_data":
         asked = given["preparation"]
         Text(corpus=asked.corpus, tokenizer=asked.tokenizer, validation_fraction=asked.validation_fraction)
@@ -121,20 +118,20 @@ def check_values(verb, given):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_line_of_a_page_is_understood(page, understood):
+def test_every_command_line_of_a_page_parses(page, parsed):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for line in shell_lines(page):
         words = shlex.split(line, comments=True)
         program = Path(words[0]).name
-        if program == "torchrun":  # which is given the command after its own options
+        if program == "torchrun":  # the command follows torchrun's own options
             words = words[words.index("-m") + 1 :]
             program = words[0]
         if program == "atoll":
-            check_values(*understood(words))
+            check_values(*parsed(words))
         elif program == "make":
             assert set(words[1:]) <= {*targets} | {word for word in words if "=" in word}, line
         else:
-            assert program in {"python", "pip", "git", "cd", "export"}, f"{page.name}: nobody checks {line!r}"
+            assert program in {"python", "pip", "git", "cd", "export"}, f"{page.name}: no test checks {line!r}"
 
 
 # ---------------------------------------------------------------------------------------------------- adding an algorithm
@@ -189,7 +186,7 @@ class StopsAfter:
 
 @pytest.fixture
 def python(monkeypatch):
-    """Carries out a line `python -c CODE ARGUMENTS` of the page in this process."""
+    """Executes a line `python -c CODE ARGUMENTS` of the page in this process."""
 
     def run(line):
         _, option, code, *arguments = shlex.split(line)
@@ -328,17 +325,81 @@ def test_every_table_that_a_page_announces_is_there(page):
     assert not re.search(r"<!-- (\w+):begin -->\s*<!-- \1:end -->", text), f"{page.name} has an empty place for a record"
 
 
+# ------------------------------------------------------------------------------------------------------------------ traces
+
+PACKAGE = Path(atoll.__file__).parent
+STEP = re.compile(r"^(?:\d+\. |\| |$)", flags=re.MULTILINE)
+CODE = re.compile(r"`(?:([\w/]+\.py): )?(?:([A-Z]\w*)\.)?([A-Za-z_]\w*)`")
+
+
+def definitions(body):
+    """What these statements define, by name."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name: node for node in body if isinstance(node, functions)}
+
+
+@functools.cache
+def package():
+    """The definitions of each module of the package, by its path, and all its classes."""
+    modules = {path.relative_to(PACKAGE): definitions(ast.parse(path.read_text()).body) for path in PACKAGE.rglob("*.py")}
+    classes = {name: node for module in modules.values() for name, node in module.items() if isinstance(node, ast.ClassDef)}
+    return modules, classes
+
+
+def has_method(kind, name):
+    """Whether a class of the package, or one that it inherits from, defines this method."""
+    node = package()[1].get(kind)
+    return node is not None and (
+        name in definitions(node.body) or any(has_method(base.id, name) for base in node.bases if isinstance(base, ast.Name))
+    )
+
+
+def named_file(name, before):
+    """The file that a page names by its path under src/atoll, or by its name beside the file named before, or by its name only."""
+    paths = [path for path in package()[0] if path == Path(name) or (before and path == before.parent / name)]
+    paths = paths or [path for path in package()[0] if f"/{path}".endswith(f"/{name}")]
+    assert len(paths) == 1, f"{name} is {paths}"
+    return paths[0]
+
+
+def check_step(step):
+    """Resolves the names of a step: `file.py: Class.method`, `file.py: function`, and names without a file, whose file or class the
+    step has named before."""
+    modules, classes = package()
+    path, kinds = None, set()
+    for file, owner, name in CODE.findall(step):
+        if file:
+            path = named_file(file, path)
+            assert not owner or owner in modules[path], f"{path} has no class {owner}: {step}"
+        if owner:
+            kinds.add(owner)
+            assert has_method(owner, name), f"{owner} has no method {name}: {step}"
+        elif file:
+            assert name in modules[path], f"{path} has no {name}: {step}"
+        elif path:
+            known = name in modules[path] or name in classes or any(has_method(kind, name) for kind in kinds)
+            assert known, f"neither {path} nor {sorted(kinds)} has {name}: {step}"
+
+
+def test_every_function_in_the_traces_of_the_design_page_exists():
+    traces = re.search(r"^## Traces\n(.*?)^## ", (DOCS / "design.md").read_text(), flags=re.MULTILINE | re.DOTALL)[1]
+    steps = STEP.split(traces)
+    assert len(steps) > 80
+    for step in steps:
+        check_step(step)
+
+
 # ------------------------------------------------------------------------------------------------------------------- links
 
 
 def anchors(page):
-    """What a link may point to within a page: its headings, as they are usually rendered."""
+    """The anchors of a page: its headings, as code hosts render them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_of_a_page_leads_somewhere(page):
+def test_every_link_of_a_page_resolves(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
             continue
@@ -348,6 +409,6 @@ def test_every_link_of_a_page_leads_somewhere(page):
         assert not anchor or anchor in anchors(found), f"{page.name} links to {target}"
 
 
-def test_the_changelog_speaks_of_this_version():
+def test_the_changelog_has_this_version():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)

@@ -22,112 +22,68 @@ if TYPE_CHECKING:
     from atoll.algorithms.delayed_update import DPU as DPU
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
     from atoll.algorithms.weight_prediction import WP as WP
-    from atoll.algorithms.zero import FSDP as FSDP
-    from atoll.algorithms.zero import ZeRO1 as ZeRO1
-    from atoll.core.errors import AtollError as AtollError
-    from atoll.core.errors import ConfigError as ConfigError
+    from atoll.algorithms.zero import FSDP as FSDP, ZeRO1 as ZeRO1
+    from atoll.core.errors import AtollError as AtollError, ConfigError as ConfigError
     from atoll.core.flat_tree import Tree as Tree
     from atoll.data.gaussians import Gaussians as Gaussians
     from atoll.data.instructions import Instructions as Instructions
-    from atoll.data.partition import IID as IID
-    from atoll.data.partition import ByDomain as ByDomain
-    from atoll.data.partition import Dirichlet as Dirichlet
-    from atoll.data.partition import KMeans as KMeans
+    from atoll.data.partition import IID as IID, ByDomain as ByDomain, Dirichlet as Dirichlet, KMeans as KMeans
     from atoll.data.text import Text as Text
     from atoll.engines.elastic.spec import Elastic as Elastic
     from atoll.engines.log_replay import replay_run as replay_run
     from atoll.engines.processes.spec import Processes as Processes
     from atoll.engines.ray.spec import Ray as Ray
-    from atoll.engines.run_lifecycle import Result as Result
-    from atoll.engines.run_lifecycle import resume as resume
-    from atoll.engines.run_lifecycle import run as run
+    from atoll.engines.run_lifecycle import Result as Result, resume as resume, run as run
     from atoll.engines.simulator.spec import Simulator as Simulator
-    from atoll.loop.context_manager import Islands as Islands
-    from atoll.loop.context_manager import islands as islands
+    from atoll.loop.context_manager import Islands as Islands, islands as islands
     from atoll.loop.topology import join as join
     from atoll.models.gpt import GPT as GPT
     from atoll.models.mlp import MLP as MLP
     from atoll.models.pretrained import Pretrained as Pretrained
-    from atoll.optim.adam import Adam as Adam
-    from atoll.optim.adam import AdamW as AdamW
-    from atoll.optim.delayed_nesterov import Buffered as Buffered
-    from atoll.optim.delayed_nesterov import DelayedNesterov as DelayedNesterov
-    from atoll.optim.schedules import WSD as WSD
-    from atoll.optim.schedules import Constant as Constant
-    from atoll.optim.schedules import Cosine as Cosine
-    from atoll.optim.sgd import SGD as SGD
-    from atoll.optim.sgd import Momentum as Momentum
-    from atoll.optim.sgd import Nesterov as Nesterov
-    from atoll.optim.staleness import DelayCompensation as DelayCompensation
-    from atoll.optim.staleness import Polynomial as Polynomial
-    from atoll.runs.cluster import Away as Away
-    from atoll.runs.cluster import Cluster as Cluster
-    from atoll.runs.cluster import Link as Link
-    from atoll.runs.cluster import Lost as Lost
-    from atoll.runs.cluster import Outage as Outage
-    from atoll.runs.export import export as export
-    from atoll.runs.export import load_exported as load_exported
-    from atoll.runs.run import Keep as Keep
-    from atoll.runs.run import Run as Run
-    from atoll.runs.run import Train as Train
+    from atoll.optim.adam import Adam as Adam, AdamW as AdamW
+    from atoll.optim.delayed_nesterov import Buffered as Buffered, DelayedNesterov as DelayedNesterov
+    from atoll.optim.schedules import WSD as WSD, Constant as Constant, Cosine as Cosine
+    from atoll.optim.sgd import SGD as SGD, Momentum as Momentum, Nesterov as Nesterov
+    from atoll.optim.staleness import DelayCompensation as DelayCompensation, Polynomial as Polynomial
+    from atoll.runs.cluster import Away as Away, Cluster as Cluster, Link as Link, Lost as Lost, Outage as Outage
+    from atoll.runs.export import export as export, load_exported as load_exported
+    from atoll.runs.run import Keep as Keep, Run as Run, Train as Train
 
-_HOME = {
-    "recipes": "atoll.recipes",
-    "ACCO": "atoll.algorithms.acco",
-    "AsyncLocalSGD": "atoll.algorithms.async_local_sgd",
-    "DDP": "atoll.algorithms.ddp",
-    "DPU": "atoll.algorithms.delayed_update",
-    "DiLoCo": "atoll.algorithms.diloco",
-    "FSDP": "atoll.algorithms.zero",
-    "WP": "atoll.algorithms.weight_prediction",
-    "ZeRO1": "atoll.algorithms.zero",
-    "Gaussians": "atoll.data.gaussians",
-    "Instructions": "atoll.data.instructions",
-    "IID": "atoll.data.partition",
-    "ByDomain": "atoll.data.partition",
-    "Dirichlet": "atoll.data.partition",
-    "KMeans": "atoll.data.partition",
-    "Text": "atoll.data.text",
-    "Link": "atoll.runs.cluster",
-    "Away": "atoll.runs.cluster",
-    "Cluster": "atoll.runs.cluster",
-    "Lost": "atoll.runs.cluster",
-    "Outage": "atoll.runs.cluster",
-    "AtollError": "atoll.core.errors",
-    "ConfigError": "atoll.core.errors",
-    "Islands": "atoll.loop.context_manager",
-    "islands": "atoll.loop.context_manager",
-    "join": "atoll.loop.topology",
-    "GPT": "atoll.models.gpt",
-    "MLP": "atoll.models.mlp",
-    "Pretrained": "atoll.models.pretrained",
-    "Adam": "atoll.optim.adam",
-    "AdamW": "atoll.optim.adam",
-    "Buffered": "atoll.optim.delayed_nesterov",
-    "DelayedNesterov": "atoll.optim.delayed_nesterov",
-    "WSD": "atoll.optim.schedules",
-    "Constant": "atoll.optim.schedules",
-    "Cosine": "atoll.optim.schedules",
-    "SGD": "atoll.optim.sgd",
-    "Momentum": "atoll.optim.sgd",
-    "Nesterov": "atoll.optim.sgd",
-    "DelayCompensation": "atoll.optim.staleness",
-    "Polynomial": "atoll.optim.staleness",
-    "Result": "atoll.engines.run_lifecycle",
-    "resume": "atoll.engines.run_lifecycle",
-    "run": "atoll.engines.run_lifecycle",
-    "export": "atoll.runs.export",
-    "load_exported": "atoll.runs.export",
-    "Elastic": "atoll.engines.elastic.spec",
-    "Processes": "atoll.engines.processes.spec",
-    "Simulator": "atoll.engines.simulator.spec",
-    "Ray": "atoll.engines.ray.spec",
-    "replay_run": "atoll.engines.log_replay",
-    "Keep": "atoll.runs.run",
-    "Run": "atoll.runs.run",
-    "Train": "atoll.runs.run",
-    "Tree": "atoll.core.flat_tree",
+_NAMES = {
+    "algorithms.acco": "ACCO",
+    "algorithms.async_local_sgd": "AsyncLocalSGD",
+    "algorithms.ddp": "DDP",
+    "algorithms.delayed_update": "DPU",
+    "algorithms.diloco": "DiLoCo",
+    "algorithms.weight_prediction": "WP",
+    "algorithms.zero": "FSDP ZeRO1",
+    "core.errors": "AtollError ConfigError",
+    "core.flat_tree": "Tree",
+    "data.gaussians": "Gaussians",
+    "data.instructions": "Instructions",
+    "data.partition": "IID ByDomain Dirichlet KMeans",
+    "data.text": "Text",
+    "engines.elastic.spec": "Elastic",
+    "engines.log_replay": "replay_run",
+    "engines.processes.spec": "Processes",
+    "engines.ray.spec": "Ray",
+    "engines.run_lifecycle": "Result resume run",
+    "engines.simulator.spec": "Simulator",
+    "loop.context_manager": "Islands islands",
+    "loop.topology": "join",
+    "models.gpt": "GPT",
+    "models.mlp": "MLP",
+    "models.pretrained": "Pretrained",
+    "optim.adam": "Adam AdamW",
+    "optim.delayed_nesterov": "Buffered DelayedNesterov",
+    "optim.schedules": "WSD Constant Cosine",
+    "optim.sgd": "SGD Momentum Nesterov",
+    "optim.staleness": "DelayCompensation Polynomial",
+    "runs.cluster": "Link Away Cluster Lost Outage",
+    "runs.export": "export load_exported",
+    "runs.run": "Keep Run Train",
 }
+_HOME = {"recipes": "atoll.recipes"} | {name: f"atoll.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604
 

@@ -1,4 +1,4 @@
-"""ACCO: the paper's two equations, whatever the number of islands, and nothing left of an estimate."""
+"""ACCO: the paper's two equations, at any number of islands, and no trace of an estimate in the State."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ class Textbook:
 
 
 def slopes(workload, theta, layout, islands, number, pieces):
-    """Gradients of everybody's micro-batch of this number, added up, at flat weights."""
+    """The sum over all islands of the gradients of their micro-batches of this number, at flat weights."""
     module = workload.module().double()
     for name, weights in layout.views(theta).items():
         trainable(module)[name].data.copy_(weights)
@@ -217,7 +217,7 @@ def test_while_it_warms_up_it_is_data_parallel_training_within_rounding(clip_nor
     one = simulate(ACCO(optimizer=AdamW(lr=0.05), warmup=8, clip_norm=clip_norm), **options)
     two = simulate(DDP(optimizer=AdamW(lr=0.05), clip_norm=clip_norm), **options)
     assert torch.allclose(one.params.flat, two.params.flat, rtol=1e-5, atol=1e-6)
-    norm_s = 0.0 if clip_norm is None else 8 * 4 * 0.03  # around the ring and back, to tell each other the norm
+    norm_s = 0.0 if clip_norm is None else 8 * 4 * 0.03  # around the ring and back, to sum the squared norms
     assert one.finished.virtual_time_s == pytest.approx(two.finished.virtual_time_s + norm_s, rel=1e-4)
     assert not any(event.background for event in one.of(Exchanged))
 

@@ -20,7 +20,8 @@ from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Link
 from atoll.runs.run import candidates
 from atoll.testing.conformance import detached, digests
-from atoll.testing.simulated_runs import SMALL, Regression, RegressionBatches, run_engine, simulate, simulator
+from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate, simulator
+from tests.samples import SMALL
 
 # --------------------------------------------------------------------------------------------- every micro-batch counted once
 
@@ -81,7 +82,7 @@ def test_commits_waiting_halves_and_what_was_dropped_are_all_that_was_computed(a
     assert done.finished.tokens == sum(event.tokens for event in done.of(Computed)) - waiting_tokens - dropped_tokens
 
 
-def test_a_resumed_run_goes_on_counting_where_it_was():
+def test_a_resumed_run_continues_to_count_where_it_was():
     algorithm, saved = ACCO(optimizer=SGD(lr=0.02), batch="free"), []
     options = {"steps": 10, "cluster": Cluster(islands=3, step_time_s=(0.5, 1.0, 2.0)), "workload": poisoned((1, 4), (0, 21))}
     engine, sink = simulator(algorithm, save_every=1, **options)
@@ -96,7 +97,7 @@ def test_a_resumed_run_goes_on_counting_where_it_was():
         ]
 
 
-# ----------------------------------------------------------------------------------------------------------- how far a run has come
+# ---------------------------------------------------------------------------------------------------- the progress of a run
 
 
 def test_by_samples_steps_are_committed_samples_over_the_nominal_batch_and_the_run_ends_by_them():
@@ -168,7 +169,7 @@ def test_one_islands_nan_makes_all_skip_that_update_and_say_once_whose_it_was(ha
 
 
 @pytest.mark.parametrize("half", [0, 1, 2, 3, 7])
-def test_after_a_skipped_update_training_goes_on(half):
+def test_after_a_skipped_update_training_continues(half):
     done = simulate(ACCO(optimizer=SGD(lr=0.05)), steps=8, workload=poisoned((0, half)), cluster=Cluster(islands=2))
     assert len({event.round for event in done.of(UpdateSkipped)}) == 1
     assert done.finished.outer_steps == 7

@@ -1,4 +1,5 @@
-"""ACCO where all read the same is gradient descent: with any number of islands, rounds that fail, and islands that come and go."""
+"""If all islands read the same data, ACCO is gradient descent: with any number of islands, failed rounds, and islands that join and
+leave."""
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches
 
 
 class Doubled(RegressionBatches):
-    """All examples of one shard, twice over: both halves of every batch are the same, whoever reads it."""
+    """All examples of one shard, twice over: both halves of every batch are the same on every island."""
 
     def batch(self, shard, position):
         inputs, targets = super().batch(0, 0)
@@ -71,7 +72,7 @@ def test_a_round_that_misses_an_island_is_void_and_keeps_the_old_weights_and_the
 
 
 class Cut:
-    """Peers whose line fails at the so-manieth reduce-scatter or all-gather of a round."""
+    """Peers whose link fails at this reduce-scatter or all-gather of a round, by its number."""
 
     def __init__(self, peers, at):
         self._peers, self._left = peers, at
@@ -94,7 +95,7 @@ class Cut:
 
 
 class CutOff:
-    """An algorithm that loses its first island's line once, in the round after `commits` and at that exchange of it."""
+    """An algorithm whose first island loses its link once, in the round after `commits`, at that exchange."""
 
     def __init__(self, algorithm, *, commits, exchange):
         self._algorithm, self._commits, self._exchange = algorithm, commits, exchange
@@ -156,7 +157,7 @@ class Noting(Recorder):
 
 
 def test_a_void_round_leaves_nothing_behind_that_computes_on():
-    """Both islands computed a first half. Then one of them had begun with the second when the other's line failed: a replica that
+    """Both islands computed a first half. Then one of them had begun with the second when the other's link failed: a replica that
     is still busy cannot begin the next round."""
     sink, lossy = Noting(Laborious()), Cluster(islands=2, lost=(Lost(island=1, round=0),))
     simulate(ACCO(optimizer=SGD(lr=0.05)), steps=1, cluster=lossy, workload=sink.workload, sink=sink)
@@ -164,11 +165,12 @@ def test_a_void_round_leaves_nothing_behind_that_computes_on():
     assert failed - start == 3
 
 
-# ------------------------------------------------------------------------------------------------------ islands that come and go
+# ---------------------------------------------------------------------------------------------- islands that join and leave
 
 
 def test_islands_that_join_and_leave_change_nothing_where_all_read_the_same():
-    """Slices are cut anew, moments go on: gradient descent still, whoever is there. What a leaver had waiting goes with it."""
+    """The islands re-shard and keep their moments: it is still gradient descent, with any islands. The waiting gradients of a
+    leaver are lost."""
     cluster = Cluster(islands=4, away=(Away(island=1, start=2, stop=5), Away(island=3, start=0, stop=3)))
     done = simulate(ACCO(optimizer=SGD(lr=0.05)), steps=8, workload=DOUBLED, cluster=cluster)
     assert float((done.params.flat - descent(8).flat).abs().max()) < 1e-6

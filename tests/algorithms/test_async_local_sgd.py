@@ -1,4 +1,5 @@
-"""Asynchronous Local-SGD: where it must be something simpler, and whose the moments, the learning rate and the steps are."""
+"""Asynchronous Local-SGD: special cases in which it equals something simpler, and the owners of moments, learning rate and
+steps."""
 
 import math
 from dataclasses import replace
@@ -98,7 +99,7 @@ def test_an_infinite_window_with_a_buffer_of_all_is_diloco_whatever_the_speeds(t
     buffered = AsyncLocalSGD(inner_steps=3, outer=Buffered(rule=Nesterov(lr=0.7), size=4), grace_s=math.inf)
     waiting = run(buffered, times_s=times_s)
     assert close(waiting.params, sync.params)
-    if sorted(times_s) == list(times_s):  # then they come in the order of their ranks, and the sums have the same bits
+    if sorted(times_s) == list(times_s):  # then they arrive in the order of their ranks, and the sums have the same bits
         assert waiting.params.equal(sync.params)
     assert waiting.finished.virtual_time_s == pytest.approx(sync.finished.virtual_time_s)
     assert all(len(window.islands) == 4 for window in waiting.of(WindowClosed))
@@ -135,7 +136,7 @@ def test_a_polynomial_of_power_zero_and_a_compensation_of_nothing_change_nothing
 
 def test_the_learning_rate_follows_the_shard_and_the_moments_follow_the_worker():
     """Worker 0 is twice as fast and takes 4 steps, worker 1 takes 2; all wait for each other. In the second round they swap shards.
-    The same by hand, with two replicas that keep their moments and are told the shards' positions, gives the same weights."""
+    The same by hand, with two replicas that keep their moments and read the shards' positions, gives the same weights."""
     workload, inner = Regression(RegressionBatches(num_shards=2), hidden=4), AdamW(lr=Cosine(lr=0.05, steps=12, warmup=3))
     algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=0.5), grace_s=math.inf, pace="given")
     cluster = Cluster(islands=2, step_time_s=(1.0, 2.0), link=FREE)
@@ -164,7 +165,7 @@ def test_moments_of_a_worker_that_returns_to_an_old_shard_are_not_reset():
     assert len({event.shard for event in done.of(Dispatched) if event.island == 0}) > 1
     worker = done.engine.workers[0]
     arrived = sum(event.steps for event in done.of(Arrived) if event.island == 0)
-    out = 0 if worker.dispatch is None else worker.dispatch.steps  # has been trained already, though it has not arrived
+    out = 0 if worker.round is None else worker.round.dispatch.steps  # has been trained already, though it has not arrived
     assert float(worker.replica.state()["optimizer"][0]["step"]) in (arrived, arrived + out)
 
 
@@ -190,7 +191,7 @@ def test_given_speeds_are_the_clusters_unless_they_are_listed():
 
 
 def test_the_fastest_worker_need_not_be_the_first():
-    """All that are there at the start are known before one of them is sent off."""
+    """The scheduler knows all workers of the start before it dispatches the first."""
     cluster = Cluster(islands=4, step_time_s=(3.33, 1.51, 0.75, 0.58), link=FREE)
     done = simulate(AsyncLocalSGD(inner_steps=20, pace="given"), steps=40, cluster=cluster, evaluate_every=10**6)
     assert [set(steps) for steps in steps_per_worker(done)] == [{3}, {7}, {15}, {20}]
@@ -201,7 +202,7 @@ def test_measured_speeds_lead_to_the_steps_of_given_ones():
     done = simulate(AsyncLocalSGD(inner_steps=20, pace="measured"), steps=100, cluster=cluster, evaluate_every=10**6)
     steps = steps_per_worker(done)
     assert [taken[0] for taken in steps] == [20] * 4
-    assert [taken[1:3] for taken in steps] == [[20, 20], [15, 15], [7, 7], [3, 3]]  # the line's two seconds are no matter
+    assert [taken[1:3] for taken in steps] == [[20, 20], [15, 15], [7, 7], [3, 3]]  # the two seconds of latency do not matter
 
 
 def test_rounds_of_dynamic_steps_take_about_as_long():

@@ -1,12 +1,12 @@
-"""The scheduler, driven by hand: who is sent off when, with how many steps, and what happens to those who do not come back."""
+"""The scheduler, driven by hand: when it dispatches each worker, with how many steps, and what it does about workers that do not
+return."""
 
 import heapq
 import json
 import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch, Scheduler
 from atoll.core.errors import ConfigError
@@ -18,15 +18,15 @@ VERY_S = (0.58, 0.75, 1.51, 3.33)
 def scheduler(
     workers=0, *, steps=10, grace_s=0.0, pace="even", speeds=(), shards="deficit", ties="last", examples=(100,) * 4, updates=10**9
 ):
-    """With so many workers sent off at 0, in version 0."""
+    """A scheduler with so many workers, dispatched at time 0 with version 0."""
     plan = Plan(steps=steps, grace_s=grace_s, pace=pace, speeds=speeds, shards=shards, ties=ties)
     made = Scheduler(plan, examples, updates, draw=lambda round: 0.5)
     for worker in range(workers):
-        made.join(worker, 0.0, 0)
+        made.join_all({worker: None}, 0.0, 0)
     return made
 
 
-def told(decisions):
+def summarized(decisions):
     """Closings as (time, workers), dispatches as (time, worker), returns as (time, worker, shard)."""
     short = []
     for decision in decisions:
@@ -46,14 +46,14 @@ def told(decisions):
 def test_without_grace_every_worker_is_dispatched_at_once():
     hub = scheduler(2)
     window, decisions = hub.arrive(0, 3.0, 1, next_s=5.0)
-    assert (window, told(decisions)) == (0, [(3.0, (0,)), (3.0, 0)])
+    assert (window, summarized(decisions)) == (0, [(3.0, (0,)), (3.0, 0)])
     assert hub.deadline_s is None
 
 
 def test_arrivals_at_the_very_same_time_share_a_window_even_without_grace():
     hub = scheduler(3)
     assert hub.arrive(2, 3.0, 1, next_s=3.0) == (0, [])
-    assert told(hub.arrive(0, 3.0, 2, next_s=4.0)[1]) == [(3.0, (2, 0)), (3.0, 2), (3.0, 0)]
+    assert summarized(hub.arrive(0, 3.0, 2, next_s=4.0)[1]) == [(3.0, (2, 0)), (3.0, 2), (3.0, 0)]
 
 
 def test_the_window_is_anchored_at_the_first_arrival_and_not_at_the_last():
@@ -61,7 +61,7 @@ def test_the_window_is_anchored_at_the_first_arrival_and_not_at_the_last():
     assert hub.arrive(0, 10.0, 1, next_s=11.5) == (0, [])
     assert hub.deadline_s == 12.0
     window, decisions = hub.arrive(1, 11.5, 2, next_s=13.0)  # within 2 of the second arrival, but not of the first
-    assert (window, told(decisions)) == (0, [(11.5, (0, 1)), (11.5, 0), (11.5, 1)])
+    assert (window, summarized(decisions)) == (0, [(11.5, (0, 1)), (11.5, 0), (11.5, 1)])
     assert decisions[0].opened_s == 10.0
     assert decisions[0].idle_s == (1.5, 0.0)
     assert hub.arrive(2, 13.0, 3, next_s=14.0) == (1, [])  # opens the next
@@ -72,19 +72,19 @@ def test_an_arrival_exactly_at_the_end_is_inside():
     assert hub.arrive(0, 10.0, 1, next_s=12.0) == (0, [])
     assert hub.tick(12.0, 1, next_s=12.0) == []
     window, decisions = hub.arrive(1, 12.0, 2, next_s=12.5)
-    assert (window, told(decisions)) == (0, [(12.0, (0, 1)), (12.0, 0), (12.0, 1)])
+    assert (window, summarized(decisions)) == (0, [(12.0, (0, 1)), (12.0, 0), (12.0, 1)])
 
 
 def test_an_arrival_after_the_end_is_outside():
     hub = scheduler(3, grace_s=2.0)
     assert hub.arrive(0, 10.0, 1, next_s=None) == (0, [])
-    assert told(hub.tick(12.1, 1, next_s=12.1)) == [(12.1, (0,)), (12.1, 0)]
+    assert summarized(hub.tick(12.1, 1, next_s=12.1)) == [(12.1, (0,)), (12.1, 0)]
     assert hub.arrive(1, 12.1, 2, next_s=None) == (1, [])
 
 
 def test_a_window_closes_at_the_last_arrival_if_no_further_one_is_possible():
     hub = scheduler(2, grace_s=2.0)
-    assert told(hub.arrive(0, 10.0, 1, next_s=12.000001)[1]) == [(10.0, (0,)), (10.0, 0)]
+    assert summarized(hub.arrive(0, 10.0, 1, next_s=12.000001)[1]) == [(10.0, (0,)), (10.0, 0)]
 
 
 def test_a_window_closes_when_it_becomes_known_that_no_arrival_is_possible():
@@ -99,13 +99,13 @@ def test_when_nothing_is_known_the_window_closes_at_its_end():
     hub = scheduler(2, grace_s=2.0)
     hub.arrive(0, 10.0, 1, next_s=None)
     assert hub.tick(11.999, 1) == []
-    assert told(hub.tick(hub.deadline_s, 1)) == [(12.0, (0,)), (12.0, 0)]
+    assert summarized(hub.tick(hub.deadline_s, 1)) == [(12.0, (0,)), (12.0, 0)]
 
 
 def test_a_window_closes_at_once_if_no_worker_is_in_a_round():
     hub = scheduler(2, grace_s=100.0)
     assert hub.arrive(1, 10.0, 1, next_s=None) == (0, [])
-    assert told(hub.arrive(0, 11.0, 2, next_s=None)[1]) == [(11.0, (1, 0)), (11.0, 1), (11.0, 0)]
+    assert summarized(hub.arrive(0, 11.0, 2, next_s=None)[1]) == [(11.0, (1, 0)), (11.0, 1), (11.0, 0)]
 
 
 def test_an_infinite_window_waits_for_all_workers_and_no_longer():
@@ -113,7 +113,7 @@ def test_an_infinite_window_waits_for_all_workers_and_no_longer():
     assert hub.arrive(2, 1.0, 1, next_s=1e12) == (0, [])
     assert hub.arrive(0, 1e12, 2, next_s=None) == (0, [])
     assert hub.tick(1e15, 2) == []
-    assert told(hub.arrive(1, 1e16, 3, next_s=math.inf)[1])[0] == (1e16, (2, 0, 1))
+    assert summarized(hub.arrive(1, 1e16, 3, next_s=math.inf)[1])[0] == (1e16, (2, 0, 1))
 
 
 def test_the_workers_of_a_window_are_dispatched_with_one_version_in_order_of_arrival():
@@ -123,20 +123,20 @@ def test_the_workers_of_a_window_are_dispatched_with_one_version_in_order_of_arr
     assert [(d.worker, d.round, d.version) for d in decisions[1:]] == [(2, 3, 3), (0, 4, 3), (1, 5, 3)]
 
 
-# ---------------------------------------------------------------------------------------------------- coming and going
+# -------------------------------------------------------------------------------------------------- joining and leaving
 
 
 def test_a_window_whose_last_outstanding_worker_dies_closes_then():
     hub = scheduler(2, grace_s=5.0)
     hub.arrive(0, 10.0, 1, next_s=14.0)
-    assert told(hub.leave(1, 12.0, 1, next_s=math.inf)) == [(12.0, 1, 1), (12.0, (0,)), (12.0, 0)]
+    assert summarized(hub.leave(1, 12.0, 1, next_s=math.inf)) == [(12.0, 1, 1), (12.0, (0,)), (12.0, 0)]
 
 
 def test_a_death_that_leaves_others_out_within_the_window_does_not_close_it():
     hub = scheduler(3, grace_s=5.0)
     hub.arrive(0, 10.0, 1, next_s=14.0)
-    assert told(hub.leave(1, 12.0, 1, next_s=15.0)) == [(12.0, 1, 1)]
-    assert told(hub.arrive(2, 15.0, 2, next_s=math.inf)[1])[0] == (15.0, (0, 2))
+    assert summarized(hub.leave(1, 12.0, 1, next_s=15.0)) == [(12.0, 1, 1)]
+    assert summarized(hub.arrive(2, 15.0, 2, next_s=math.inf)[1])[0] == (15.0, (0, 2))
 
 
 def test_a_waiting_worker_may_leave_and_its_update_stays_counted():
@@ -159,7 +159,7 @@ def test_a_window_without_workers_closes_and_its_number_is_not_reused():
 
 
 def test_an_estimate_that_has_proved_wrong_counts_as_unknown():
-    """Whoever should have come at 12 is late: at its deadline the window closes, whatever was expected."""
+    """The worker that was due at 12 is late: the window closes at its deadline, whatever the scheduler expected."""
     hub = scheduler(2, grace_s=5.0)
     hub.arrive(0, 10.0, 1, next_s=12.0)
     assert hub.tick(14.0, 1, next_s=12.0) == []
@@ -199,7 +199,7 @@ def test_a_measured_worker_that_joins_again_has_its_old_speed():
     assert hub.speeds.steps(1) == 10
     now_s = hub.to_parts()["latest_s"]
     hub.leave(1, now_s, 0)
-    [again] = hub.join(1, now_s, 0)
+    [again] = hub.join_all({1: None}, now_s, 0)
     assert again.steps == 10
 
 
@@ -226,17 +226,17 @@ def test_the_round_of_a_worker_that_dies_is_assigned_to_the_next():
 def test_a_joiner_is_dispatched_at_once_though_a_window_is_open():
     hub = scheduler(2, grace_s=5.0)
     hub.arrive(0, 10.0, 1, next_s=14.0)
-    [dispatch] = hub.join(7, 11.0, 1)
+    [dispatch] = hub.join_all({7: None}, 11.0, 1)
     assert (dispatch.worker, dispatch.time_s, dispatch.version, dispatch.work.shard) == (7, 11.0, 1, 3)
     assert hub.deadline_s == 15.0
-    assert told(hub.arrive(7, 13.0, 2, next_s=14.0)[1]) == []
-    assert told(hub.arrive(1, 14.0, 3, next_s=math.inf)[1])[0] == (14.0, (0, 7, 1))
+    assert summarized(hub.arrive(7, 13.0, 2, next_s=14.0)[1]) == []
+    assert summarized(hub.arrive(1, 14.0, 3, next_s=math.inf)[1])[0] == (14.0, (0, 7, 1))
 
 
 def test_a_worker_that_joins_again_starts_a_new_round():
     hub = scheduler(1)
     hub.leave(0, 1.0, 0)
-    [dispatch] = hub.join(0, 2.0, 0)
+    [dispatch] = hub.join_all({0: None}, 2.0, 0)
     assert (dispatch.round, hub.open_dispatch(0, 0), hub.open_dispatch(0, 1)) == (1, None, dispatch)
 
 
@@ -244,7 +244,7 @@ def test_a_worker_cannot_join_twice_or_leave_without_having_joined():
     hub = scheduler(2)
     before = hub.to_parts()
     with pytest.raises(ConfigError, match=r"worker 1 joins, but it has joined already"):
-        hub.join(1, 1.0, 0)
+        hub.join_all({1: None}, 1.0, 0)
     with pytest.raises(ConfigError, match=r"worker 5 leaves, but it is not one of the 2 workers"):
         hub.leave(5, 1.0, 0)
     assert hub.to_parts() == before
@@ -263,9 +263,9 @@ def test_once_the_updates_are_reached_no_worker_is_dispatched():
     assert hub.arrive(0, 5.0, 1, next_s=8.0) == (0, [])
     assert hub.done
     assert hub.tick(100.0, 1) == []
-    assert hub.join(9, 101.0, 1) == []
-    assert told(hub.redispatch(1, 102.0, 1)) == [(102.0, 1, 1)]
-    assert told(hub.leave(2, 103.0, 1)) == [(103.0, 2, 2)]
+    assert hub.join_all({9: None}, 101.0, 1) == []
+    assert summarized(hub.redispatch(1, 102.0, 1)) == [(102.0, 1, 1)]
+    assert summarized(hub.leave(2, 103.0, 1)) == [(103.0, 2, 2)]
     assert hub.shards.steps.tolist() == [10, 0, 0, 0]
 
 
@@ -282,14 +282,14 @@ def test_every_worker_keeps_its_own_shard_while_all_are_equal():
 def test_two_workers_that_swap_shards_leave_the_schedules_with_the_shards():
     """Steps by speed: worker 0 takes 10, worker 1 takes 5. Then shard 1 lags, so worker 0 is given it."""
     hub = scheduler(pace="given", speeds=(2.0, 1.0), examples=(100, 100), grace_s=math.inf)
-    rounds = [[decision for worker in (0, 1) for decision in hub.join(worker, 0.0, 0)]]
+    rounds = [[decision for worker in (0, 1) for decision in hub.join_all({worker: None}, 0.0, 0)]]
     for _ in range(2):
         rounds.append([d for worker in (0, 1) for d in hub.arrive(worker, 1.0, 0, next_s=None)[1] if isinstance(d, Dispatch)])
     seen = [[(d.worker, d.work.shard, d.work.schedule, d.steps) for d in round] for round in rounds]
     assert seen == [
         [(0, 0, 0, 10), (1, 1, 0, 5)],
         [(0, 1, 5, 10), (1, 0, 10, 5)],  # shard 1 goes on at 5, where worker 1 left it; shard 0 at 10
-        [(0, 1, 15, 10), (1, 0, 15, 5)],  # 15 each: a tie, and everyone stays
+        [(0, 1, 15, 10), (1, 0, 15, 5)],  # 15 each: a tie, and every worker keeps its shard
     ]
 
 
@@ -300,7 +300,7 @@ def test_two_workers_that_swap_shards_leave_the_schedules_with_the_shards():
 def test_steps_follow_the_speed_and_the_fastest_takes_all_of_them(steps, expected):
     hub = scheduler(steps=steps, pace="given", speeds=tuple(1 / time for time in VERY_S))
     for worker in range(4):
-        hub.join(worker, 0.0, 0)
+        hub.join_all({worker: None}, 0.0, 0)
     assert [hub.speeds.steps(worker) for worker in range(4)] == expected
 
 
@@ -316,12 +316,12 @@ def test_a_worker_of_exactly_one_nth_of_the_speed_loses_no_step_to_rounding(part
     assert hub.speeds.steps(1) == steps
 
 
-def test_the_reference_is_the_fastest_worker_that_is_there():
+def test_the_reference_is_the_fastest_worker_that_is_present():
     hub = scheduler(pace="given", steps=20, speeds=(4.0, 2.0, 1.0))
-    [alone] = hub.join(2, 0.0, 0)
-    [faster] = hub.join(1, 0.0, 0)
+    [alone] = hub.join_all({2: None}, 0.0, 0)
+    [faster] = hub.join_all({1: None}, 0.0, 0)
     assert (alone.steps, faster.steps, hub.speeds.steps(2)) == (20, 20, 10)
-    hub.join(0, 0.0, 0)
+    hub.join_all({0: None}, 0.0, 0)
     assert [hub.speeds.steps(worker) for worker in (0, 1, 2)] == [20, 10, 5]
     hub.leave(0, 1.0, 0)
     assert [hub.speeds.steps(worker) for worker in (1, 2)] == [20, 10]
@@ -330,7 +330,7 @@ def test_the_reference_is_the_fastest_worker_that_is_there():
 def test_the_driver_may_supply_the_speeds():
     hub = scheduler(pace="given", steps=20)
     for worker, time in enumerate(VERY_S):
-        hub.join(worker, 0.0, 0, speed=1 / time)
+        hub.join_all({worker: 1 / time}, 0.0, 0)
     assert [hub.speeds.steps(worker) for worker in range(4)] == [20, 15, 7, 3]
 
 
@@ -339,16 +339,16 @@ def test_the_driver_may_supply_the_speeds():
 )
 def test_a_worker_without_a_usable_speed_is_refused_and_not_there(speed, what):
     hub = scheduler(pace="given")
-    hub.join(0, 0.0, 0, speed=2.0)
+    hub.join_all({0: 2.0}, 0.0, 0)
     before = hub.to_parts()
     with pytest.raises(ConfigError, match=rf"worker 1: .*{what}.*pace=measured"):
-        hub.join(1, 0.0, 0, speed=speed)
+        hub.join_all({1: speed}, 0.0, 0)
     assert hub.to_parts() == before
 
 
 def test_a_worker_beyond_the_list_of_speeds_is_refused_though_the_driver_knows_one():
     with pytest.raises(ConfigError, match=r"worker 1: no speed is given"):
-        scheduler(1, pace="given", speeds=(1.0,)).join(1, 0.0, 0, speed=1.0)
+        scheduler(1, pace="given", speeds=(1.0,)).join_all({1: 1.0}, 0.0, 0)
 
 
 def test_measured_speeds_agree_with_given_ones_after_one_round_each():
@@ -362,7 +362,7 @@ def test_measured_speeds_agree_with_given_ones_after_one_round_each():
 def test_a_worker_that_was_not_measured_yet_takes_all_steps():
     hub = scheduler(2, steps=50, pace="measured")
     hub.arrive(0, 10.0, 1, next_s=None, seconds=10.0)
-    [newcomer] = hub.join(5, 11.0, 1)
+    [newcomer] = hub.join_all({5: None}, 11.0, 1)
     assert (newcomer.steps, hub.speeds.steps(1), hub.speeds.steps(0)) == (50, 50, 50)
 
 
@@ -406,7 +406,7 @@ def test_when_the_fastest_slows_down_another_becomes_the_reference():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 10.0)), min_size=4, max_size=30))
-def test_the_fastest_that_is_remembered_is_the_fastest_that_is_there(seen):
+def test_the_fastest_that_is_remembered_is_the_fastest_that_is_present(seen):
     hub = scheduler(4, steps=50, pace="measured")
     for worker, time_s in seen:
         rounds_at(hub, worker, time_s, 1)
@@ -420,10 +420,10 @@ def test_the_fastest_that_is_remembered_is_the_fastest_that_is_there(seen):
 
 
 def play(hub, times_s, until_s):
-    """Drives the scheduler as the simulator does, with exact knowledge of who comes next: (arrivals, closings)."""
+    """Drives the scheduler as the simulator does, with exact knowledge of the next arrival: (arrivals, closings)."""
     out, arrivals, closings = [], [], []
     for worker in range(len(times_s)):
-        [dispatch] = hub.join(worker, 0.0, 0, speed=1 / times_s[worker])
+        [dispatch] = hub.join_all({worker: 1 / times_s[worker]}, 0.0, 0)
         heapq.heappush(out, (dispatch.steps * times_s[worker], worker))
     while out[0][0] <= until_s:
         now_s, worker = heapq.heappop(out)
@@ -445,10 +445,10 @@ def test_the_authors_schedule_of_the_first_rounds():
         (15.0, 1, 1),  # 20 x 0.75; alone until 15.5
         (23.2, 0, 2),  # 11.6 + 11.6
         (30.0, 1, 3),  # 15.0 + 15.0; opens a window until 30.5 ...
-        (30.2, 2, 3),  # ... in which 20 x 1.51 falls: worker 1 waits for 0.2 s, and both leave at 30.2
+        (30.2, 2, 3),  # ... in which 20 x 1.51 falls: worker 1 waits for 0.2 s, and the hub dispatches both at 30.2
         (34.8, 0, 4),  # 23.2 + 11.6
         (45.2, 1, 5),  # 30.2 + 15.0, for it left at 30.2 and not at 30.0
-        (46.4, 0, 6),  # 34.8 + 11.6; 1.2 s after worker 1, which is long gone
+        (46.4, 0, 6),  # 34.8 + 11.6; 1.2 s after worker 1, whose window has closed
         (58.0, 0, 7),  # 46.4 + 11.6
         (60.2, 1, 8),  # 45.2 + 15.0; its window ends at 60.7 ...
         (60.4, 2, 8),  # ... and 30.2 + 30.2 falls into it: both leave at 60.4
@@ -474,7 +474,7 @@ def test_with_dynamic_steps_all_rounds_take_about_as_long():
 
 
 @pytest.mark.parametrize("pace", ["even", "measured"])
-def test_the_scheduler_survives_a_file_in_an_open_window_and_goes_on_alike(pace):
+def test_the_scheduler_survives_a_file_in_an_open_window_and_continues_in_the_same_way(pace):
     hub = scheduler(4, grace_s=5.0, pace=pace)
     hub.arrive(2, 10.0, 1, next_s=11.0, seconds=9.0)
     hub.arrive(0, 11.0, 2, next_s=14.0, seconds=10.0)
@@ -484,5 +484,5 @@ def test_the_scheduler_survives_a_file_in_an_open_window_and_goes_on_alike(pace)
     assert again.to_parts() == hub.to_parts()
     assert again.deadline_s == 15.0
     assert again.arrive(1, 14.0, 3, math.inf, 13.0) == hub.arrive(1, 14.0, 3, math.inf, 13.0)
-    assert again.join(3, 15.0, 3) == hub.join(3, 15.0, 3)
+    assert again.join_all({3: None}, 15.0, 3) == hub.join_all({3: None}, 15.0, 3)
     assert again.to_parts() == hub.to_parts()

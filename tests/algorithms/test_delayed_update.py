@@ -1,4 +1,5 @@
-"""DPU: every update one step late, but for its warm-up. What it shares with WP is in test_late_updates.py."""
+"""DPU: every update is one step late, except during its warm-up. test_sharded_optimizer_late_updates.py tests what it shares with
+WP."""
 
 import pytest
 

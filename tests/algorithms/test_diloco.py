@@ -1,4 +1,4 @@
-"""DiLoCo: what must hold exactly, before any curve is looked at."""
+"""DiLoCo: identities that hold exactly."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_round_does_not_change_the_state_it_was_given():
     assert torch.equal(given.outer.velocity["w"], torch.zeros(3))
 
 
-def test_work_goes_on_where_the_last_round_ended():
+def test_work_continues_where_the_last_round_ended():
     replica, peers, algorithm = FakeReplica(), ScriptedPeers(), DiLoCo(inner_steps=7)
     state = one_round(algorithm, replica, peers, params=ones())
     one_round(algorithm, replica, peers, params=ones(), state=state)
@@ -79,7 +79,7 @@ def test_examples_weigh_the_deltas_and_the_weights_sum_to_one():
     assert torch.allclose(state.params["w"], torch.full((3,), -(100 * 1.0 + 300 * 3.0) / 400))
 
 
-def test_an_island_that_is_not_heard_keeps_the_shared_fields_and_goes_on_from_its_own_weights():
+def test_an_island_that_is_not_heard_keeps_the_shared_fields_and_continues_from_its_own_weights():
     algorithm, replica = DiLoCo(inner_steps=1), FakeReplica(moves_by=-1.0)
     state = one_round(algorithm, replica, ScriptedPeers(ones(), heard=False), params=ones())
     assert torch.equal(state.params["w"], torch.ones(3))
@@ -257,12 +257,12 @@ def test_a_lost_island_is_caught_up_at_its_next_exchange_and_that_is_counted():
     assert [(event.island, event.donor, event.round) for event in caught] == [(1, 0, 3)]
     assert caught[0].sent_bytes == 2 * done.params.nbytes  # weights and outer momentum
     assert [event.heard for event in done.of(Exchanged)][1] == [True, False, True]
-    # Its uncommitted tokens count once it is heard again.
+    # Its uncommitted tokens count with its next exchange.
     assert done.finished.tokens == 12 * 3 * 8
 
 
 def test_a_dropped_island_does_not_shift_the_mean_of_the_others():
-    """With everybody but island 0 lost, the outer step is island 0's delta alone."""
+    """If the deltas of all islands but island 0 are lost, the outer step is island 0's delta alone."""
     lost = tuple(Lost(island=island, round=0) for island in (1, 2, 3))
     lone = simulate(DiLoCo(inner_steps=3), steps=3, cluster=Cluster(islands=1))
     done = simulate(DiLoCo(inner_steps=3), steps=3, cluster=Cluster(islands=4, lost=lost))

@@ -1,4 +1,4 @@
-"""ShardSampler: eq. (2) by hand, counted at dispatch, and an account that adds up whatever is put back."""
+"""ShardSampler: eq. (2) by hand; steps count at dispatch, and the counts add up after a round is put back."""
 
 import json
 from collections import Counter
@@ -6,8 +6,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from atoll.algorithms.shard_sampler import ShardSampler
 from atoll.core.errors import ConfigError
@@ -27,7 +26,7 @@ def shards(examples, policy="deficit", ties="chance", steps=()):
 
 
 def drawn(account, draws=1000, last=0):
-    """How often each shard comes, over an even grid of draws."""
+    """How often each shard is drawn, over an even grid of draws."""
     counts = Counter(account.choose(last, lambda at=at: (at + 0.5) / draws) for at in range(draws))
     return [counts[shard] / draws for shard in range(len(account))]
 
@@ -114,7 +113,7 @@ def test_products_beyond_64_bits_give_what_exact_arithmetic_gives(pairs, draw):
 
 
 def test_huge_counts_are_counted_exactly():
-    """Products of 2**63 and more: one step too many in 2**50 still decides, where 64 bits would have gone round."""
+    """Products of 2**63 and more: one step too many in 2**50 still decides, where 64 bits would overflow."""
     half = 2**50
     assert shards([10_007, 10_009], ties="last", steps=[half, half + 1]).choose(1, lambda: 0.5) == exact(
         [10_007, 10_009], [half, half + 1], Fraction(1, 2)
@@ -126,7 +125,7 @@ def test_huge_counts_are_counted_exactly():
 # --------------------------------------------------------------------------------------------------------- where in it
 
 
-def test_the_position_on_the_schedule_and_in_the_data_goes_on_where_the_shard_was_left():
+def test_the_position_on_the_schedule_and_in_the_data_continues_where_the_shard_was_left():
     account = shards([70, 30])
     works = [account.assign(0, 5), account.assign(1, 3), account.assign(0, 2), account.assign(0, 1)]
     assert [(work.shard, work.start, work.schedule, work.examples) for work in works] == [
@@ -189,7 +188,7 @@ def test_no_batch_is_assigned_twice_and_the_counts_add_up_whatever_is_abandoned(
 # -------------------------------------------------------------------------------------------------------------- saving
 
 
-def test_the_account_survives_a_file_and_goes_on_alike():
+def test_the_account_survives_a_file_and_continues_in_the_same_way():
     account = shards([50, 30])
     first, _ = account.assign(0, 10), account.assign(0, 4)
     account.assign(1, 3)

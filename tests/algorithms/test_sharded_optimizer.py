@@ -1,4 +1,5 @@
-"""What all sharded algorithms promise: precision, weights by tokens, updates that all skip together, slices that make up all."""
+"""All sharded algorithms: precision, weights by tokens, updates that all islands skip together, and slices that make up the
+whole."""
 
 import math
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class Counting(nn.Module):
 
 
 class CountingBatches(RegressionBatches):
-    """The first batch says 256, all others 1."""
+    """The first batch holds 256, all others 1."""
 
     def batch(self, shard, position):
         return torch.tensor([256.0 if position == 0 else 1.0])
@@ -96,7 +97,7 @@ class CountingBatches(RegressionBatches):
 
 
 class CountingWork(Regression):
-    """The gradient of a batch is the number that it says: bf16 knows no 257."""
+    """The gradient of a batch is the number that it holds; 257 is no bfloat16 number."""
 
     def module(self):
         return Counting()
@@ -117,7 +118,7 @@ def test_single_precision_adds_up_micro_batches_that_half_would_lose(sums, total
 
 @pytest.mark.parametrize(("sums", "total"), [("own", 256.0), ("fp32", 256.0 + 1.0 + 1.0)])
 def test_single_precision_adds_up_islands_that_half_would_lose(sums, total):
-    """Each brings bf16; the sum is in single precision or is not."""
+    """Each island sends bf16; the sum is in single precision or in bf16."""
     ones = Tree.of({"w": torch.ones(3, dtype=torch.bfloat16)})
     algorithm, peers = Sharded(optimizer=SGD(lr=1.0), sums=sums), ScriptedPeers(ones, ones)
 
@@ -159,7 +160,7 @@ class Padded(Regression):
 
 
 def one_tensor(workload, steps, islands, pieces=1):
-    """Plain torch: the mean over all tokens of all islands, whoever has how many."""
+    """Plain torch: the mean over all tokens of all islands, however they are distributed."""
     module = workload.module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     for step in range(steps):
@@ -190,7 +191,7 @@ def test_every_token_weighs_the_same_and_islands_without_any_change_nothing(algo
     assert done.params.is_finite()
 
 
-def test_acco_counts_tokens_and_goes_on_beside_islands_that_have_none():
+def test_acco_counts_tokens_and_continues_beside_islands_that_have_none():
     workload = Padded(PaddedBatches(empty=(1,)))
     done = simulate(ACCO(optimizer=SGD(lr=0.02), weigh="tokens"), steps=6, workload=workload, cluster=Cluster(islands=3))
     states = [island.state for island in done.engine.islands.values()]
@@ -209,7 +210,7 @@ class LateBatches(PaddedBatches):
 
 
 def test_without_an_estimate_there_is_still_a_commit():
-    """Nobody's first half has anything: both halves together are one step at the committed weights."""
+    """No island has tokens in its first half: both halves together are one step at the committed weights."""
     workload = Padded(LateBatches())
     done = simulate(ACCO(optimizer=SGD(lr=0.05), weigh="tokens"), steps=5, workload=workload, cluster=Cluster(islands=3))
     assert float((done.params.flat - one_tensor(workload, 5, 3).flat).abs().max()) < 1e-5

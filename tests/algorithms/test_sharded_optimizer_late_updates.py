@@ -1,4 +1,4 @@
-"""What DPU and WP have in common: an update is one step late, really overlapped, and ZeRO-1's as long as they warm up."""
+"""DPU and WP: an update is one step late, overlaps with computing, and equals ZeRO-1's during the warm-up."""
 
 import math
 

@@ -1,7 +1,5 @@
-"""WP: gradients at the weights that a second step with the same gradient would lead to, of which nothing else is kept.
-
-What it shares with DPU is in test_late_updates.py.
-"""
+"""WP: gradients are computed at the weights that a second step with the same gradient leads to; the state of that step is
+discarded. test_sharded_optimizer_late_updates.py tests what it shares with DPU."""
 
 import pytest
 import torch
@@ -43,7 +41,7 @@ RULES = [AdamW(lr=0.05), SGD(lr=Cosine(lr=0.1, steps=8, warmup=2))]
 
 @pytest.mark.parametrize("rule", RULES, ids=["adamw", "sgd-cosine"])
 @pytest.mark.parametrize("islands", [1, 2, 3, 7])
-def test_gradients_are_taken_one_more_step_ahead_whose_state_is_thrown_away(rule, islands):
+def test_gradients_are_taken_one_more_step_ahead_whose_state_is_discarded(rule, islands):
     workload = Regression(RegressionBatches(num_shards=islands), hidden=3)
     done = simulate(WP(optimizer=rule), workload=workload, steps=8, cluster=Cluster(islands=islands))
     theta, ahead = predicted(workload, rule, islands, 8)

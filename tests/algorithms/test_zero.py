@@ -79,7 +79,7 @@ def test_a_round_that_an_island_misses_is_void_and_the_weights_before_it_stand()
     assert done.finished.virtual_time_s > clear.finished.virtual_time_s
 
 
-def test_after_a_void_round_training_goes_on():
+def test_after_a_void_round_training_continues():
     lossy = Cluster(islands=3, drop_probability=0.3)
     done = simulate(ZeRO1(optimizer=SGD(lr=0.05)), steps=40, cluster=lossy, evaluate_every=100)
     assert 5 < len(done.of(RoundFailed)) < 35
@@ -87,10 +87,10 @@ def test_after_a_void_round_training_goes_on():
     assert done.finished.val_loss < 1.0
 
 
-# ----------------------------------------------------------------------------------------------- islands that come and go
+# ----------------------------------------------------------------------------------------------- islands that join and leave
 
 
-def test_slices_are_cut_anew_when_islands_join_and_leave():
+def test_islands_reshard_when_islands_join_and_leave():
     """The optimizer's moments go on: with gradients that do not depend on who computes them, nothing is seen of it."""
     workload = Regression(hidden=3)
     cluster = Cluster(islands=4, away=(Away(island=1, start=2, stop=5), Away(island=3, start=0, stop=3)))
@@ -102,7 +102,7 @@ def test_slices_are_cut_anew_when_islands_join_and_leave():
     assert Tree.join([state.params for state in states]).equal(done.params)
 
 
-def test_cutting_anew_sends_what_others_lack_and_takes_as_long():
+def test_resharding_sends_what_others_lack_and_takes_as_long():
     """6 weights in slices of 2 on three islands. The third goes, so that two hold 3 each: 0 lacks one of 1's, and 1 gets its others
     from what 2 left. There are three such trees: the weights' slice and AdamW's two moments."""
     workload = Regression(hidden=0, dtype=torch.float32)
@@ -117,7 +117,7 @@ def test_cutting_anew_sends_what_others_lack_and_takes_as_long():
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (3, 5), (5, 3), (2, 2)])
-def test_cut_anew_and_put_together_again_nothing_has_changed(before, after):
+def test_resharding_and_joining_the_slices_changes_nothing(before, after):
     whole = Tree.of({"w": torch.arange(12.0).view(3, 4), "b": torch.arange(5.0)})
     rule = AdamW(lr=0.1)
     slices = []

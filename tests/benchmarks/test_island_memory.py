@@ -13,7 +13,8 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica, torch_threads
 from atoll.runs.cluster import Cluster
-from atoll.testing.simulated_runs import DecoderWorkload, Regression, simulate
+from atoll.testing.simulated_runs import Regression, simulate
+from benchmarks.decoder_workload import DecoderWorkload
 
 RULE = AdamW()
 FIVE_MILLION = DecoderWorkload.of(GPT(layers=4, width=256, heads=4, head_size=64), vocab_size=8192)

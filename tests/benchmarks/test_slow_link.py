@@ -92,3 +92,8 @@ def test_the_error_of_an_island_is_its_result(b, tmp_path, returncode, out, err,
     log.write_text(out)
     log.with_suffix(".err").write_text(err)
     assert b.slow_link._result(SimpleNamespace(returncode=returncode), log, 60.0)["error"] == error
+
+
+def test_payload_is_the_bytes_without_headers(b):
+    before, after = b.slow_probe.Counters(100, 1), b.slow_probe.Counters(100 + 5 * 66 + 1234, 6)
+    assert after.payload_since(before) == 1234

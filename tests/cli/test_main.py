@@ -1,4 +1,4 @@
-"""The command line as a person meets it."""
+"""The command line as a user sees it."""
 
 import json
 import re
@@ -12,10 +12,10 @@ import pytest
 from atoll import recipes
 from atoll.core.events import Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
 from atoll.runs.export import load_exported
-from atoll.telemetry import JsonlSink, read_progress
+from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.run_progress import read_progress
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
-from atoll.testing.simulated_runs import SMALL as TINY
-from atoll.testing.simulated_runs import arrived
+from tests.samples import SMALL as TINY, arrived
 
 SMALL = [*TINY, "train.steps=6", "train.warm_start_steps=0"]
 
@@ -34,7 +34,7 @@ def finished(tmp_path_factory):
     return run_lifecycle.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder
 
 
-def test_help_comes_without_torch():
+def test_help_needs_no_torch():
     code = "import sys; sys.argv = ['atoll', '--help']\nfrom atoll.cli.main import app\ntry: app()\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules, 'help imports torch'\nassert 'rich.progress' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -88,10 +88,10 @@ def test_compare_runs_recipes_and_reads_folders_and_saves_a_plot(atoll, finished
     assert (tmp_path / "both" / "comparison.png").stat().st_size > 10_000
     code, out, _ = atoll("compare", tmp_path / "both" / "demo-ddp-0", finished, "--out", tmp_path / "both", "--json")
     assert code == 0
-    told = json.loads(out)
-    assert [run["recipe"] for run in told["runs"]] == ["demo-ddp", "demo-diloco"]
-    slower = told["time_on_10_times_slower_links_s"]
-    assert [slower[run["label"]] > run["virtual_time_s"] for run in told["runs"]] == [True, True]
+    figures = json.loads(out)
+    assert [run["recipe"] for run in figures["runs"]] == ["demo-ddp", "demo-diloco"]
+    slower = figures["time_on_10_times_slower_links_s"]
+    assert [slower[run["label"]] > run["virtual_time_s"] for run in figures["runs"]] == [True, True]
 
 
 def test_a_setting_can_be_meant_for_one_recipe_of_several(atoll, tmp_path):
@@ -147,7 +147,7 @@ def test_an_unfinished_run_is_reported_as_far_as_it_is(atoll, finished, tmp_path
     assert (half / "trace.json").exists()
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path):
+def test_ctrl_c_prints_how_to_resume(tmp_path):
     """A real signal to a real process, which sends it to itself in its second round."""
     code = (
         "import os, signal, sys\n"
@@ -175,7 +175,7 @@ def test_report_writes_a_plot_and_a_trace(atoll, finished):
     assert (finished / "plot.png").exists()
 
 
-def test_report_tells_of_an_asynchronous_run_and_draws_it(atoll, finished, tmp_path):
+def test_report_prints_and_draws_an_asynchronous_run(atoll, finished, tmp_path):
     folder = tmp_path / "hub"
     shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("*.png", "trace.json"))
     with JsonlSink(folder / "events.jsonl") as log:
@@ -188,13 +188,13 @@ def test_report_tells_of_an_asynchronous_run_and_draws_it(atoll, finished, tmp_p
     for name in ("plot.png", "asynchrony.png", "trace.json"):
         assert (folder / name).exists()
         assert str(folder / name) in out.replace("\n", "")
-    told = json.loads(atoll("report", folder, "--json")[1])["asynchrony"]
-    assert (told["arrivals"], told["windows"], told["steps_per_shard"]) == (6, 6, {"0": 12})
+    figures = json.loads(atoll("report", folder, "--json")[1])["asynchrony"]
+    assert (figures["arrivals"], figures["windows"], figures["steps_per_shard"]) == (6, 6, {"0": 12})
     assert "asynchrony" not in json.loads(atoll("report", finished, "--json")[1])
     assert not (finished / "asynchrony.png").exists()
 
 
-def test_a_run_that_everybody_left_before_the_first_arrival_is_reported(atoll, tmp_path):
+def test_a_run_that_all_workers_left_before_the_first_arrival_is_reported(atoll, tmp_path):
     gone = ",".join(f"Outage(island={island},start_s=1.0)" for island in range(4))
     settings = sets(*TINY, "train.steps=30", "train.warm_start_steps=0", f"cluster.outages=[{gone}]")
     code, _, err = atoll("run", "demo-async", *settings, "--out", tmp_path / "run")
@@ -213,11 +213,11 @@ def test_the_account_of_a_real_asynchronous_run_adds_up(atoll, tmp_path):
     code, out, err = atoll("run", "demo-async", *settings, "--out", tmp_path / "run", "--json", "--quiet")
     assert code == 0, err
     summary = json.loads(out.splitlines()[-1])
-    told = summary["asynchrony"]
-    assert told["arrivals"] == sum(worker["rounds"] for worker in told["workers"]) == summary["rounds"]
-    assert sum(told["steps_per_shard"].values()) == summary["local_updates"]
-    assert told["returned"] == 1
-    for worker in told["workers"]:
+    figures = summary["asynchrony"]
+    assert figures["arrivals"] == sum(worker["rounds"] for worker in figures["workers"]) == summary["rounds"]
+    assert sum(figures["steps_per_shard"].values()) == summary["local_updates"]
+    assert figures["returned"] == 1
+    for worker in figures["workers"]:
         parts = sum(worker[name] for name in ("computed_s", "talked_s", "waited_s", "unfinished_s"))
         assert parts == pytest.approx(worker["present_s"])
         away_s = 25 - 15.3 if worker["island"] == 2 else 0.0
@@ -250,7 +250,7 @@ def test_help_names_a_default_that_cannot_be_seen(atoll):
     assert "[default: (a line break)]" in " ".join(atoll("generate", "--help")[1].replace("│", " ").split())
 
 
-def test_generate_goes_on_from_the_prompt_and_is_repeatable(atoll, finished):
+def test_generate_continues_from_the_prompt_and_is_repeatable(atoll, finished):
     first, second = (atoll("generate", finished, "--prompt", "def ", "--tokens", 20, "--seed", 1) for _ in range(2))
     assert first == second
     assert first[0] == 0
@@ -367,11 +367,11 @@ def test_bad_input_gets_a_message_and_exit_code_2_and_no_traceback(arguments, gi
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_was_not_begun_when_it_was_interrupted_is_not_said_to_go_on(atoll, tmp_path, monkeypatch):
+def test_a_run_that_was_not_begun_when_it_was_interrupted_prints_no_command_to_resume(atoll, tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atoll.engines.run_lifecycle.load_data", interrupted)
+    monkeypatch.setattr("atoll.engines.warm_start_training.load_data", interrupted)
     code, _, err = atoll("run", "demo-diloco", "--out", tmp_path / "run")
     assert (code, err) == (130, "interrupted before the run began.\n")
 
@@ -385,7 +385,7 @@ def test_a_run_that_was_not_begun_when_it_was_interrupted_is_not_said_to_go_on(a
         (["cluster.devices_per_island=2", "algorithm=DiLoCo(inner_steps=1)", "inside=DDP"], "over DDP on 4 islands of 2 devices, "),
     ],
 )
-def test_a_run_says_where_it_lies_and_who_trains(settings, who, atoll, tmp_path):
+def test_a_run_prints_its_folder_and_its_islands(settings, who, atoll, tmp_path):
     code, _, err = atoll(
         "run", "demo-ddp", *sets(*TINY, "train.steps=2", "train.warm_start_steps=0", *settings), "--out", tmp_path / "run"
     )
@@ -395,7 +395,7 @@ def test_a_run_says_where_it_lies_and_who_trains(settings, who, atoll, tmp_path)
     assert f"demo-ddp: {'DiLoCo ' if 'over' in who else ''}{who}" in lines[1]
 
 
-def test_a_run_says_once_that_there_is_no_device_for_bfloat16(atoll, tmp_path, monkeypatch):
+def test_a_run_prints_once_that_there_is_no_device_for_bfloat16(atoll, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     given = sets(*TINY, "train.steps=2", "train.warm_start_steps=2", "train.device=auto", "train.precision=bf16")
     code, _, err = atoll("run", "demo-ddp", *given, "--out", tmp_path / "run")
@@ -441,7 +441,7 @@ def test_a_tokenizer_that_does_not_fit_the_shards_is_refused(atoll, tmp_path):
     assert "tokenizer" in err
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(atoll, tmp_path):
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_located(atoll, tmp_path):
     explosive = sets(
         *[setting for setting in SMALL if not setting.startswith("optimizer")],
         "algorithm.inner_steps=3",

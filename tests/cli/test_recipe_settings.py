@@ -1,4 +1,4 @@
-"""Runs of classes that are not atoll's, as a person meets them."""
+"""The command line with runs of classes that are not atoll's."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""`atoll run --engine elastic` and `atoll chaos` as a user meets them: real processes, of which some are killed."""
+"""`atoll run --engine elastic` and `atoll chaos` on real processes, some of which are killed."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 from atoll.core.events import Attended, IslandJoined, IslandLeft, Leased, RoundFinished, RunFinished
 from atoll.engines.elastic import launch
 from atoll.engines.elastic.supervisor import log_of
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 
 PATIENCE_S = 90.0
 SETTINGS = (
@@ -76,7 +76,7 @@ def process_of(folder, name):
 
 
 def child_of(folder, word):
-    """The process of the command with this word and this folder."""
+    """The process whose command line has this word and this folder."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -114,7 +114,7 @@ def test_a_joiner_says_how_long_it_looks_for_the_run(monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", end)  # which would end the tests
     monkeypatch.setenv("RUST_LOG", "warn")
     with pytest.raises(SystemExit, match="130"):
-        launch.join_run("127.0.0.1:29400", None)
+        launch.join_run("127.0.0.1:29400", ())
     assert "looking for the run at 127.0.0.1:29400 for at most 3600 s; Ctrl-C ends it" in capsys.readouterr().err
     assert asked == [3600.0]
 
@@ -177,7 +177,7 @@ def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_join
         }
 
 
-def test_a_run_that_was_stopped_goes_on_with_other_islands(atoll, tmp_path):
+def test_a_run_that_was_stopped_continues_with_other_islands(atoll, tmp_path):
     folder = tmp_path / "run"
     arguments = [
         "run",
@@ -206,7 +206,7 @@ def test_a_run_that_was_stopped_goes_on_with_other_islands(atoll, tmp_path):
     assert len({tuple(unit[1:]) for event in events(folder, Leased) for unit in event.delivered}) == 40
 
 
-def test_what_islands_that_come_and_go_cannot_do_is_refused_and_leaves_no_folder(atoll, tmp_path):
+def test_what_elastic_islands_cannot_do_is_refused_and_leaves_no_folder(atoll, tmp_path):
     code, _, err = atoll("run", "demo-acco", "--elastic", "--processes", 2, "--out", tmp_path / "run")
     assert code == 2
     assert "each island holds a slice of its state" in err

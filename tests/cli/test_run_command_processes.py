@@ -1,4 +1,4 @@
-"""`atoll run --engine processes` as a user meets it: real processes, which are killed, stopped and interrupted."""
+"""`atoll run --engine processes` on real processes, which are killed, stopped and interrupted."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import pytest
 from atoll.core.events import Computed, RoundFinished, RunFinished, RunStarted, Saved
 from atoll.core.serialization import load_tree
 from atoll.engines.processes.rank import rank_log_path
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 
 PATIENCE_S = 60.0
 SETTINGS = (
@@ -61,7 +61,7 @@ def end_of(process):
 
 @contextmanager
 def started(*arguments):
-    """A command that is gone afterwards, with all its processes, whatever happens."""
+    """A command that is ended afterwards, with all its processes, whatever happens."""
     process = command(*arguments)
     try:
         yield process
@@ -81,7 +81,7 @@ def until(condition, what):
 
 
 def process_of(folder, rank):
-    """The process of a rank, as it said itself."""
+    """The process of a rank, by its own log."""
     return int(re.findall(r"process (\d+)", rank_log_path(folder, rank).read_text())[-1])
 
 
@@ -99,7 +99,7 @@ def weights(folder):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run by two processes of torchrun that nothing happened to, and what was said of it."""
+    """A run by two processes of torchrun without a failure, and its output."""
     folder = tmp_path_factory.mktemp("processes") / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = [
@@ -169,7 +169,7 @@ def test_the_simulator_gives_the_same_weights(finished, atoll, tmp_path):
         assert real[name] == virtual[name], name
 
 
-# ------------------------------------------------------------------------------------------------------ somebody is missing
+# -------------------------------------------------------------------------------------------------------- a rank is missing
 
 
 def beginning(folder, *more):
@@ -196,7 +196,7 @@ def caught(folder):
     return [process_of(folder, rank) for rank in (0, 1)]
 
 
-def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_others_go_on(finished, atoll, tmp_path):
+def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_others_continue(finished, atoll, tmp_path):
     folder, other = tmp_path / "run", tmp_path / "other"
     before = signal.getsignal(signal.SIGINT), "GLOO_SOCKET_IFNAME" in os.environ
     with started(*beginning(folder, "--set", "engine.start_timeout_s=88")) as process:
@@ -211,7 +211,7 @@ def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_othe
     assert time.monotonic() - began < 20
     assert not any(map(is_there, pids))
     assert (err.count(f"folder: {folder}\n"), err.count("cluster.link: ignored")) == (1, 1)
-    assert all("88 s outside of rounds" in rank_log_path(folder, rank).read_text() for rank in (0, 1)), "told to all"
+    assert all("88 s outside of rounds" in rank_log_path(folder, rank).read_text() for rank in (0, 1)), "all ranks log it"
     assert (busy, json.loads((folder / "engine.json").read_text())["settings"]["processes"]) == (2, 2), (
         "a folder in use is left as it is"
     )
@@ -234,7 +234,7 @@ def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_othe
     assert "trace:" in out
 
 
-def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path):
+def test_ctrl_c_ends_all_processes_and_prints_how_to_resume(tmp_path):
     folder = tmp_path / "run"
     with started(*beginning(folder)) as process:
         pids = caught(folder)
@@ -246,7 +246,7 @@ def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path):
     assert not any(map(is_there, pids))
 
 
-def test_a_rank_that_is_there_and_says_nothing_is_given_up_when_the_limit_is_over(tmp_path):
+def test_a_rank_that_is_alive_and_silent_is_given_up_after_the_timeout(tmp_path):
     folder = tmp_path / "run"
     with started(*beginning(folder, "--set", "engine.exchange_timeout_s=3")) as process:
         (_, pid), log, began = caught(folder), rank_log_path(folder, 0), time.monotonic()

@@ -34,7 +34,7 @@ from atoll.core.events import (
 )
 from atoll.core.serialization import load_tree
 from atoll.engines.ray.spec import Ray
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Freeze, Kill, TimedFault
 from atoll.testing.chaos.ray_faults import HUB, ray_processes
@@ -70,7 +70,8 @@ FAULTS = FaultScript(
 
 @contextmanager
 def started(*arguments, program=(sys.executable, "-m", "atoll"), says=subprocess.PIPE):
-    """The command, in a session of its own; it and all processes that it started are killed at the end. Errors go to `says`."""
+    """The command, in a session of its own; it and all processes that it started are killed at the end. Errors are written to
+    `says`."""
     process = subprocess.Popen(
         [*program, *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -120,7 +121,7 @@ def until(condition, what, process):
 
 
 def logged(folder, name, pattern):
-    """All that a log says of this kind."""
+    """All events of this kind in a log."""
     path = folder / "logs" / f"{name}.log"
     return re.findall(pattern, path.read_text()) if path.exists() else []
 
@@ -131,7 +132,7 @@ def events(folder, *kinds):
 
 def beginning(folder, *more):
     """Arguments of a run of about 25 s. The delay is 0.3 s times `cluster.step_time_s` per step, on a machine of any speed, so an
-    interruption after a few rounds comes long before its end."""
+    interruption after a few rounds is long before its end."""
     arguments = [
         "--set",
         f"train.steps={STEPS}",
@@ -241,14 +242,14 @@ def survived(interrupted, a_cluster):
     return folder, out, err
 
 
-def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(interrupted):
+def test_ctrl_c_ends_all_processes_and_prints_how_to_resume(interrupted):
     assert interrupted.code == 130, interrupted.err
     assert f"Resume: atoll run --resume {interrupted.folder}" in interrupted.err
     assert "Traceback" not in interrupted.err
     assert not interrupted.alive, interrupted.alive
 
 
-def test_a_run_goes_on_from_the_hubs_checkpoint(interrupted, survived):
+def test_a_run_continues_from_the_hubs_checkpoint(interrupted, survived):
     folder, *_ = survived
     arrived = events(folder, Arrived)
     assert 0 < interrupted.arrived < len(arrived)
@@ -271,10 +272,10 @@ def test_a_fault_script_is_injected_on_ray_and_its_cost_is_reported(survived):
     actions = [json.loads(line) for line in (folder / CHAOS_LOG).read_text().splitlines()]
     assert [action["injected"]["victim"] for action in actions if "injected" in action] == [HUB]
     assert [action["reverted"] for action in actions if "reverted" in action] == [{"fault": "Freeze", "done": True}]
-    told = err[err.index("faults") :].splitlines()
-    assert told[0].split() == ["faults", "1", "Freeze"]
-    assert f"with {STEPS * WORKERS} local updates: none twice" in told[1]
-    assert f"{len(events(folder, HubRestarted))} restarts" in told[3]
+    report = err[err.index("faults") :].splitlines()
+    assert report[0].split() == ["faults", "1", "Freeze"]
+    assert f"with {STEPS * WORKERS} local updates: none twice" in report[1]
+    assert f"{len(events(folder, HubRestarted))} restarts" in report[3]
 
 
 def test_with_hub_and_worker_killed_a_run_ends_with_its_local_updates_and_takes_none_twice(survived):
@@ -350,7 +351,7 @@ def test_a_finished_run_is_reported_compared_and_resumed_without_ray(survived, a
     assert (code, json.loads(out)["run_dir"]) == (0, str(folder))
 
 
-def test_a_run_whose_checkpoints_are_gone_is_not_begun_again_in_silence(survived, atoll, tmp_path):
+def test_a_run_whose_checkpoints_are_removed_is_not_restarted_without_a_message(survived, atoll, tmp_path):
     folder = shutil.copytree(survived[0], tmp_path / "run")
     shutil.rmtree(folder / "checkpoints")
     (folder / "final.safetensors").unlink()

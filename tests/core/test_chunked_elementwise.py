@@ -6,7 +6,9 @@ import torch
 from atoll.core.chunked_elementwise import CHUNK, elementwise
 from atoll.core.errors import TreeDonated
 from atoll.core.flat_tree import Tree, empty
-from atoll.optim import SGD, Adam, AdamW, Cosine, Momentum, Nesterov
+from atoll.optim.adam import Adam, AdamW
+from atoll.optim.schedules import Cosine
+from atoll.optim.sgd import SGD, Momentum, Nesterov
 
 torch.set_num_threads(1)
 
@@ -130,7 +132,7 @@ def test_a_given_argument_is_used_up(given, numel):
 def test_the_buffer_of_a_given_argument_goes_back_into_circulation():
     numel = 2 * CHUNK + 7
     one, two = some(numel, 0), some(numel, 1)
-    keep = one.flat  # so that no new buffer can come to lie there
+    keep = one.flat  # so that no new buffer can have that address
     Rules().difference(one.donate(), two)
     assert empty(numel, torch.float32, torch.device("cpu")).data_ptr() == keep.data_ptr()
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from atoll.core.errors import TreeDonated
@@ -38,7 +37,7 @@ def some(seed: int = 0, numel: int = 20) -> Tree:
 
 @few
 @given(SHAPES, st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4))
-def test_tensors_come_back_as_they_went_in(shapes, dtypes):
+def test_a_tree_returns_its_tensors_unchanged(shapes, dtypes):
     given_tensors = tensors(shapes, dtypes)
     back = Tree.of(given_tensors).tensors()
     assert list(back) == list(given_tensors)
@@ -498,7 +497,7 @@ def test_different_shards_do_not_mix():
         _ = tree.shard(0, 2) + tree.shard(1, 2)
 
 
-def test_layouts_are_equal_by_value_and_hash_alike():
+def test_layouts_are_equal_by_value_and_have_equal_hashes():
     one, two = Layout.of(tensors([(3, 4), (2,)])), Layout.of(tensors([(3, 4), (2,)], seed=1))
     assert one == two
     assert hash(one) == hash(two)

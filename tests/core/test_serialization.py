@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +9,21 @@ from tempfile import TemporaryDirectory
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from atoll.core.errors import CheckpointError
+from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.serialization import LAYOUT, layout_from_json, layout_to_json, load_tree, read_tensors, save_tree, write_tensors
+from atoll.core.serialization import (
+    LAYOUT,
+    layout_from_json,
+    layout_to_json,
+    load_tree,
+    read_tensors,
+    save_tree,
+    write_tensors,
+    write_text,
+)
 
 torch.set_num_threads(1)
 
@@ -59,7 +68,7 @@ def disk_with_room_for(nbytes: int) -> Iterator[None]:
 # ----------------------------------------------------------------------------------------------------------------- tensors
 
 
-def test_tensors_of_every_dtype_come_back_with_their_bits(tmp_path):
+def test_tensors_of_every_dtype_are_read_back_with_their_bits(tmp_path):
     write_tensors(tmp_path / "x.safetensors", assorted(), {"step": "3", "note": "ü\n"})
     tensors, metadata = read_tensors(tmp_path / "x.safetensors")
     expected = assorted()
@@ -211,7 +220,7 @@ def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):
     st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=5),
     st.lists(st.sampled_from(FLOATS), min_size=1, max_size=4),
 )
-def test_a_tree_comes_back_with_names_order_shapes_dtypes_and_bits(shapes, dtypes):
+def test_a_tree_is_read_back_with_names_order_shapes_dtypes_and_bits(shapes, dtypes):
     generator = torch.Generator().manual_seed(0)
     named = [(f"t{i}", torch.randn(s, generator=generator).to(dtypes[i % len(dtypes)])) for i, s in enumerate(shapes)]
     tree = Tree.of(dict(reversed(named))) * (1 + 2.0**-20)  # too fine for the narrow ones' own dtypes
@@ -225,7 +234,7 @@ def test_a_tree_comes_back_with_names_order_shapes_dtypes_and_bits(shapes, dtype
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_shards_come_back_as_shards_and_join_to_the_whole(tmp_path, size):
+def test_shards_are_read_back_as_shards_and_join_to_the_whole(tmp_path, size):
     whole = Tree.of({"w": torch.randn(7, 3), "b": torch.randn(3), "v": torch.randn(4, 2).bfloat16()})
     for rank in range(size):
         save_tree(tmp_path / f"{rank}", whole.shard(rank, size))
@@ -293,3 +302,19 @@ def test_a_layout_that_does_not_fit_its_file_is_refused(tmp_path, layout, messag
     write_tensors(tmp_path / "x", {"w": torch.ones(3)}, {LAYOUT: layout})
     with pytest.raises(CheckpointError, match=message):
         load_tree(tmp_path / "x")
+
+
+def test_text_that_cannot_be_written_leaves_what_was_there(tmp_path):
+    path = tmp_path / "summary.json"
+    write_text(path, "old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(
+            ConfigError, match=r"could not write .*: File too large\. The file that was there before is untouched\. Make room"
+        ):
+            write_text(path, "new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["summary.json"]

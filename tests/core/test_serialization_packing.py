@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from atoll.core.errors import CheckpointError, TreeDonated
@@ -81,12 +80,12 @@ EXTRA = {
 }
 
 
-def test_a_state_comes_back_with_its_types_and_bits():
+def test_a_state_is_read_back_with_its_types_and_bits():
     saved = state(2.5, waiting=Gradient(tree(4.0), 3.0, 24), extra=EXTRA)
     assert same(unpack(through_json(pack(saved)), like=state(0.0, waiting=Gradient(tree(), 0.0, 0), extra=EXTRA)), saved)
 
 
-def test_a_state_comes_back_from_a_file(tmp_path):
+def test_a_state_is_read_back_from_a_file(tmp_path):
     saved = state(2.5, waiting=Gradient(tree(4.0), 3.0, 24), extra=EXTRA)
     packed = pack(saved)
     write_tensors(tmp_path / "state.safetensors", packed.tensors, {"structure": json.dumps(packed.structure)})
@@ -100,7 +99,7 @@ def test_a_state_comes_back_from_a_file(tmp_path):
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
     )
 )
-def test_any_plain_value_comes_back_exactly(value: Any):
+def test_any_plain_value_is_read_back_exactly(value: Any):
     assert same(unpack(through_json(pack(value)), like=None), value)
 
 
@@ -120,9 +119,8 @@ def test_a_shard_keeps_its_place_in_the_whole():
     assert [shard.layout for shard in back] == [shard.layout for shard in shards]
 
 
-def test_shards_of_another_number_of_islands_come_only_if_asked_for():
+def test_a_shard_of_another_number_of_islands_is_refused():
     packed, like = pack(tree().shard(0, 2)), tree().shard(0, 3)
-    assert unpack(packed, like, check_layout=False).equal(tree().shard(0, 2))
     with pytest.raises(
         CheckpointError, match=r"a Tree of another layout \(.*Piece.* and Piece.*another run.*Resume with the settings"
     ):
@@ -141,7 +139,6 @@ def test_tensors_go_to_the_device_of_the_fresh_state():
     like = (Tree(tree().layout, tree().flat.to("meta")), torch.ones(2, device="meta"), None)
     first, second, third = unpack(pack((tree(), torch.ones(2), torch.ones(2))), like)
     assert [first.flat.device.type, second.device.type, third.device.type] == ["meta", "meta", "cpu"]
-    assert unpack(pack(torch.ones(2)), None, device="meta").device.type == "meta"
 
 
 def test_names_with_dots_do_not_collide():

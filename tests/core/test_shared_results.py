@@ -1,4 +1,4 @@
-"""What several islands compute from the same objects: once where that was asked for, and never twice otherwise than alone."""
+"""Islands that compute from the same objects share one result if that was requested, and its bits are those of computing alone."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_an_argument_lives_as_long_as_what_was_made_of_it():
     double = Counting()
     with sharing():
         for value in range(50):
-            once(double, (value, a_tree()))  # nobody else holds this tuple
+            once(double, (value, a_tree()))  # nothing else holds this tuple
     assert double.calls == 50
 
 
@@ -106,7 +106,7 @@ def test_islands_of_the_simulator_take_the_common_step_once_a_round_where_memory
 
 
 def test_half_precision_is_widened_once():
-    """A gradient that is widened anew for each island would be another object for each."""
+    """A gradient that each island widened again would be another object for each."""
     half = Tree.of({"w": torch.ones(3, dtype=torch.bfloat16)})
     with sharing():
         assert clip(half, 0.5) is clip(half, 0.5)
@@ -114,7 +114,7 @@ def test_half_precision_is_widened_once():
 
 
 def test_a_round_between_islands_does_not_keep_what_its_devices_made(monkeypatch):
-    """A round has many steps of the devices of an island, and each leaves a gradient that nobody needs any more."""
+    """A round has many steps of the devices of an island, and each leaves a gradient that nothing reads any more."""
     most = 0
 
     def watched(function, *arguments):

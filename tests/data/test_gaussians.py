@@ -30,7 +30,7 @@ def small():
 def numbered(count: int, num_shards: int = 1, batch_size: int = 4, seed: int = 0) -> GaussianBatches:
     """Batches in which every label is the number of its point."""
     shards = np.array_split(np.arange(count), num_shards)
-    return GaussianBatches(torch.zeros(count, 1), torch.arange(count), shards, batch_size=batch_size, seed=seed)
+    return GaussianBatches((torch.zeros(count, 1), torch.arange(count)), shards, batch_size=batch_size, seed=seed)
 
 
 def read(batches: Batches, shard: int, positions: range) -> list[int]:
@@ -87,7 +87,7 @@ def test_the_same_seed_makes_the_same_points_and_another_seed_others(little):
 
 @pytest.mark.parametrize("num_shards", [1, 4, 7])
 def test_shards_are_contiguous_slices_of_one_shuffle_of_all_points(num_shards):
-    """Points of one dimension, no two alike, so that a batch as large as its shard tells which points the shard holds."""
+    """Points of one dimension, no two equal, so that a batch as large as its shard shows which points the shard holds."""
     loaded = Gaussians(dimensions=1, classes=2, clusters_per_class=1, examples=200).load()
     train = loaded.open(num_shards, 1, 0).train
     sizes = [train.examples(shard) for shard in range(num_shards)]

@@ -1,12 +1,11 @@
-"""What is held out: by content, never by order, and never nothing."""
+"""The held-out split depends on the content of documents, not on their order, and is never empty."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from atoll.core.errors import ConfigError
 from atoll.data.document_sources import Document

@@ -53,7 +53,7 @@ def test_a_record_with_the_fields_of_two_forms_has_the_more_specific_one():
     assert parse_record({**FORMS[0], **FORMS[1]}) == parse_record(FORMS[1])
 
 
-def test_lines_an_array_and_compressed_lines_are_read_alike(tmp_path):
+def test_lines_an_array_and_compressed_lines_are_read_in_the_same_way(tmp_path):
     lines = read(write_jsonl(tmp_path / "a.jsonl", FORMS))
     (tmp_path / "b.json").write_text(json.dumps(FORMS))
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, reject, settings
-from hypothesis import strategies as st
+from hypothesis import given, reject, settings, strategies as st
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError, DataError
@@ -82,7 +81,7 @@ def test_fewer_domains_than_shards_are_refused_by_name():
         ByDomain().shards(examples_of({"a": 10, "b": 20}), 3, 0)
 
 
-def test_dirichlet_shards_are_alike_for_a_large_alpha_and_differ_for_a_small_one():
+def test_dirichlet_shards_have_similar_domains_for_a_large_alpha_and_differ_for_a_small_one():
     examples = examples_of(dict.fromkeys("abcdefgh", 400))
 
     def spread(alpha: float) -> float:

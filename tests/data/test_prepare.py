@@ -1,4 +1,4 @@
-"""Prepared folders: the same tokens as reading the text afresh, and nothing half-done."""
+"""Prepared folders hold the tokens that reading the text gives, and are complete or absent."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_preparing_twice_writes_the_same_bytes(corpus: str, tmp_path: Path):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_preparing_anew_replaces_what_was_there(corpus: str, tmp_path: Path):
+def test_preparing_again_replaces_the_old_files(corpus: str, tmp_path: Path):
     prepare_text(corpus, "bpe:300", tmp_path / "out")
     prepared = prepare_text(corpus, "bytes", tmp_path / "out")
     assert prepared.tokenizer.vocab_size == 257

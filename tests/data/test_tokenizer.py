@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.data.document_sources import Document
@@ -81,7 +80,7 @@ def test_a_short_text_gives_fewer_ids_and_no_error():
 
 
 @pytest.mark.parametrize("size", [0, 256])
-def test_a_vocabulary_without_room_for_all_bytes_is_refused(size: int):
+def test_a_vocabulary_too_small_for_all_bytes_is_refused(size: int):
     with pytest.raises(ConfigError, match=f"vocab_size={size}.*257"):
         train_bpe(DOCUMENTS, size)
 
@@ -104,7 +103,7 @@ def test_a_vocabulary_with_merges_in_gpt2s_form_loads_even_compressed(bpe: BPETo
     assert loaded.end_of_text == bpe.end_of_text
 
 
-def test_digests_tell_tokenizers_apart(bpe: BPETokenizer):
+def test_digests_distinguish_tokenizers(bpe: BPETokenizer):
     assert len(ByteTokenizer.digest) == len(bpe.digest) == 32
     assert ByteTokenizer.digest != bpe.digest
 

@@ -1,4 +1,4 @@
-"""The hub, driven by hand: its arithmetic, what it hands out, and what it refuses."""
+"""The hub, driven by hand: its arithmetic, the weights that it dispatches, and the updates that it refuses."""
 
 import json
 import math
@@ -26,15 +26,15 @@ def scalar(value):
 
 
 def hub_of(algorithm, workers=4, params=None, shards=4, updates=10**9):
-    """With so many workers sent off at 0."""
+    """A hub with so many workers, dispatched at 0."""
     hub = AsyncHub(algorithm, params or scalar(1.0), examples=[100] * shards, updates=updates, draw=lambda round: 0.5)
     for worker in range(workers):
-        hub.join(worker, 0.0)
+        hub.join_all({worker: None}, 0.0)
     return hub
 
 
 def push(hub, worker, value, now_s=1.0, next_s=None):
-    """What the worker brings from the round that it is in."""
+    """The worker's update of its present round."""
     delta = scalar(value) if isinstance(value, float) else value
     return hub.push(Push(worker, hub.scheduler.workers[worker].dispatch.round, delta), now_s, next_s)
 
@@ -64,8 +64,8 @@ def plain(step, inner=2):
     ],
 )
 def test_golden_scalars_of_delayed_nesterov(activation, expected, grace_s):
-    """Every fourth weight without activation is that of synchronous DiLoCo: 0.6675, 0.3595, 0.1544. When workers are sent off is
-    no matter of the arithmetic."""
+    """Every fourth weight without activation is that of synchronous DiLoCo: 0.6675, 0.3595, 0.1544. The times of dispatch do
+    not enter the arithmetic."""
     rule = DelayedNesterov(lr=0.7, momentum=0.9, period=4, activation=activation)
     hub = hub_of(AsyncLocalSGD(inner_steps=1, outer=rule, grace_s=grace_s))
     assert after_each(hub, GOLDEN) == pytest.approx(expected, abs=1e-12)
@@ -93,7 +93,7 @@ def test_four_equal_updates_in_turn_move_naive_nesterov_six_times_as_far_as_one_
     assert after_each(delayed, [1.0] * 4)[-1] == pytest.approx(-1.9, abs=1e-12)
 
 
-def test_a_weight_of_one_over_k_follows_the_workers_that_are_there():
+def test_a_weight_of_one_over_k_follows_the_workers_that_are_present():
     hub = hub_of(AsyncLocalSGD(inner_steps=1, outer=SGD(lr=1.0), weight="1/k"), params=scalar(10.0))
     assert after_each(hub, [1.0]) == [9.75]
     now_s = hub.scheduler.to_parts()["latest_s"]
@@ -102,18 +102,18 @@ def test_a_weight_of_one_over_k_follows_the_workers_that_are_there():
 
 
 def test_staleness_is_the_number_of_updates_since_the_dispatch():
-    """Three workers without grace. Each line: who comes, and how many came since it was sent off."""
+    """Three workers without grace. Each row: the worker that arrives, its staleness, and the new version."""
     hub, seen = hub_of(plain(0.1), workers=3), []
     for number, worker in enumerate((0, 0, 1, 0, 2, 1)):
         [applied] = [o for o in push(hub, worker, 1.0, float(number), next_s=math.inf) if isinstance(o, Applied)]
         seen.append((worker, applied.staleness, applied.version))
     assert seen == [
-        (0, 0, 1),  # nobody before it
-        (0, 0, 2),  # sent off with 1
-        (1, 2, 3),  # sent off with 0, and worker 0 came twice
-        (0, 1, 4),  # sent off with 2, and worker 1 came
-        (2, 4, 5),  # sent off with 0
-        (1, 2, 6),  # sent off with 3
+        (0, 0, 1),  # the first update
+        (0, 0, 2),  # dispatched with version 1
+        (1, 2, 3),  # dispatched with version 0; worker 0 arrived twice since
+        (0, 1, 4),  # dispatched with version 2; worker 1 arrived since
+        (2, 4, 5),  # dispatched with version 0
+        (1, 2, 6),  # dispatched with version 3
     ]
 
 
@@ -124,7 +124,7 @@ def test_the_second_of_a_window_is_as_stale_as_the_window_is_long():
         assert stale == [0, 1, 2]
 
 
-def test_an_update_that_is_too_stale_is_left_out_but_its_steps_count_and_its_worker_goes_on():
+def test_an_update_that_is_too_stale_is_left_out_but_its_steps_count_and_its_worker_continues():
     correction = Polynomial(power=0.0, threshold=1)
     hub = hub_of(AsyncLocalSGD(inner_steps=5, outer=SGD(lr=1.0), correction=correction), workers=2, params=scalar(10.0))
     push(hub, 0, 1.0, next_s=9.0), push(hub, 0, 1.0, next_s=9.0)
@@ -159,7 +159,7 @@ def test_an_update_is_applied_before_its_worker_is_dispatched_again():
 def test_an_arrival_after_the_window_first_sends_off_the_others_with_the_weights_from_before_it():
     hub = hub_of(AsyncLocalSGD(inner_steps=2, outer=SGD(lr=1.0), grace_s=2.0), workers=3, params=scalar(10.0))
     [first] = push(hub, 0, 1.0, now_s=10.0)
-    closing, dispatch, second = push(hub, 1, 3.0, now_s=13.0)  # nobody ticked at 12
+    closing, dispatch, second = push(hub, 1, 3.0, now_s=13.0)  # no tick at 12
     assert (first.window, closing.window, second.window) == (0, 0, 1)
     assert (first.staleness, second.staleness) == (0, 1)
     assert (closing.workers, closing.time_s, closing.idle_s) == ((0,), 13.0, (3.0,))
@@ -171,11 +171,11 @@ def test_an_arrival_after_the_window_first_sends_off_the_others_with_the_weights
 def test_a_joiner_begins_from_the_present_weights_though_others_wait():
     hub = hub_of(AsyncLocalSGD(inner_steps=2, outer=SGD(lr=1.0), grace_s=9.0), workers=2, params=scalar(10.0))
     push(hub, 0, 1.0, now_s=10.0)
-    [dispatch] = hub.join(2, 11.0)
+    [dispatch] = hub.join_all({2: None}, 11.0)
     assert (dispatch.version, float(hub.task(dispatch).params["w"])) == (1, 9.0)
 
 
-def test_a_round_that_is_given_up_begins_anew_from_the_present_weights():
+def test_a_round_that_is_given_up_begins_again_from_the_present_weights():
     hub = hub_of(plain(1.0), workers=2, params=scalar(10.0))
     push(hub, 0, 1.0, next_s=9.0)
     back, again = hub.give_up(1, 5.0)
@@ -196,7 +196,7 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_weights_that_a_worker_is_out_with_never_change_and_never_vanish(rule):
-    """Buffers of weights that nobody holds are used again. One worker is slow, so that it holds very old ones."""
+    """The hub reuses buffers of weights that no worker holds. One worker is slow, so that it holds very old ones."""
     params = Tree.of({"w": torch.randn(50, generator=torch.Generator().manual_seed(0))})
     hub = hub_of(AsyncLocalSGD(inner_steps=1, outer=rule, grace_s=0.5), workers=4, params=params.copy())
     held = dict.fromkeys(range(4), params.digest())
@@ -249,7 +249,7 @@ def account(hub):
 
 
 def begun():
-    """A hub in mid-run: worker 2 has left, and worker 1 was sent off last."""
+    """A hub in mid-run: worker 2 has left, and worker 1 was dispatched last."""
     hub = hub_of(AsyncLocalSGD(inner_steps=3), shards=1)
     hub.leave(2, 0.5)
     push(hub, 0, 0.5, 1.0), push(hub, 3, 0.25, 2.0), push(hub, 1, 0.125, 3.0)
@@ -321,7 +321,7 @@ def test_a_late_update_of_an_abandoned_round_is_refused():
 
 def test_an_update_of_a_life_before_is_refused():
     hub = hub_of(AsyncLocalSGD(inner_steps=3), workers=2)
-    hub.leave(1, 1.0), hub.join(1, 2.0)
+    hub.leave(1, 1.0), hub.join_all({1: None}, 2.0)
     before = account(hub)
     [refusal] = hub.push(Push(1, 1, scalar(1.0)), 3.0, None)
     assert not refusal.known
@@ -344,7 +344,7 @@ def test_an_unknown_worker_cannot_leave_and_a_worker_cannot_join_twice():
     with pytest.raises(ConfigError, match="it is not one of the"):
         hub.leave(9, 5.0)
     with pytest.raises(ConfigError, match="it has joined already"):
-        hub.join(0, 5.0)
+        hub.join_all({0: None}, 5.0)
     assert (account(hub), hub.scheduler.to_parts()) == (before, parts)
     assert isinstance(push(hub, 0, 0.5, 6.0)[0], Applied)
 
@@ -442,7 +442,7 @@ def test_an_update_that_is_only_noted_moves_nothing():
 # --------------------------------------------------------------------------------------------------------------- saving
 
 
-def test_the_hub_survives_a_file_and_goes_on_alike():
+def test_the_hub_survives_a_file_and_continues_in_the_same_way():
     algorithm = AsyncLocalSGD(inner_steps=3, grace_s=2.0)
     hub = hub_of(algorithm)
     push(hub, 0, 0.5, 1.0, next_s=4.0), push(hub, 3, 0.25, 4.0, next_s=5.0)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
-from atoll.engines.group_collectives import CONTROL_BYTES, GroupCollectives
+from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.simulator.collectives import ordered_sum
-from atoll.runs.cluster import Link, all_reduce_cost
-from atoll.testing.processes import outcomes, sum_until_killed
+from atoll.runs.cluster import CONTROL_BYTES, Link, all_reduce_cost
+from tests.process_pool import outcomes, sum_until_killed
 
 SIZES = [1, 3, 64, 1001]  # fewer elements than ranks, and sizes that no number of ranks or pieces divides
 NUMEL = 13
@@ -25,9 +25,9 @@ def buffer_of(rank):
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
-def reduce_and_gather(group, buffers, weights, piece_bytes):
+def reduce_and_gather(group, buffers, weights, chunk_bytes):
     """This rank's slice of the weighted sum of the buffers, the whole sum, and the payload that it sent."""
-    collectives = GroupCollectives(group, timeout_s=60.0, piece_bytes=piece_bytes)
+    collectives = GroupCollectives(group, timeout_s=60.0, chunk_bytes=chunk_bytes)
     mine = collectives.reduce_scatter(buffers[collectives.rank].clone(), weights)
     whole = torch.full_like(buffers[0], float("nan"))
     start = whole.numel() * collectives.rank // collectives.size
@@ -41,11 +41,11 @@ def test_sums_have_the_simulators_bits_and_the_formulas_bytes_at_any_piece_size(
     generator = torch.Generator().manual_seed(0)
     weights = [1.0, 0.3, 7.0, 0.9][:size]
     for numel in SIZES:
-        for dtype, piece_bytes in ((torch.float32, 100), (torch.float32, 1 << 20), (torch.bfloat16, 30)):
+        for dtype, chunk_bytes in ((torch.float32, 100), (torch.float32, 1 << 20), (torch.bfloat16, 30)):
             buffers = [torch.randn(numel, generator=generator).to(dtype) for _ in range(size)]
             expected = ordered_sum([Tree.of({"w": buffer}) for buffer in buffers], weights).flat
             cost = all_reduce_cost(numel, buffers[0].element_size(), [Link()] * size)
-            results = four.run(reduce_and_gather, buffers, weights, piece_bytes, size=size)
+            results = four.run(reduce_and_gather, buffers, weights, chunk_bytes, size=size)
             for rank, (mine, whole, sent_bytes) in enumerate(results):
                 start, stop = numel * rank // size, numel * (rank + 1) // size
                 assert torch.equal(mine, expected[start:stop])
@@ -53,8 +53,8 @@ def test_sums_have_the_simulators_bits_and_the_formulas_bytes_at_any_piece_size(
                 assert sent_bytes == cost.sent_bytes[rank]
 
 
-def products_of_slices(group, piece_bytes):
-    collectives = GroupCollectives(group, timeout_s=60.0, piece_bytes=piece_bytes)
+def products_of_slices(group, chunk_bytes):
+    collectives = GroupCollectives(group, timeout_s=60.0, chunk_bytes=chunk_bytes)
     products = torch.zeros(3, 3, dtype=torch.float64)
     collectives.reduce_scatter(buffer_of(collectives.rank), [1.0, 0.0, 2.0], inner_products=products)
     return products
@@ -62,8 +62,8 @@ def products_of_slices(group, piece_bytes):
 
 def test_inner_products_are_those_of_the_buffers_at_any_piece_size(four):
     buffers = torch.stack([buffer_of(rank) for rank in range(3)]).double()
-    for piece_bytes in (1 << 20, 8):
-        for rank, products in enumerate(four.run(products_of_slices, piece_bytes, size=3)):
+    for chunk_bytes in (1 << 20, 8):
+        for rank, products in enumerate(four.run(products_of_slices, chunk_bytes, size=3)):
             mine = buffers[:, slice(*shard_range(NUMEL, rank, 3))]
             torch.testing.assert_close(products, mine @ mine.T, rtol=1e-5, atol=1e-5)
 
@@ -84,23 +84,23 @@ def test_a_group_of_one_sends_nothing(four):
     assert four.run(gather_numbers, [(4.0, 5.0)], size=1) == [([[4.0, 5.0]], 0, 0)]
 
 
-def broadcast(group, numel, piece_bytes):
-    collectives = GroupCollectives(group, timeout_s=60.0, piece_bytes=piece_bytes)
+def broadcast(group, numel, chunk_bytes):
+    collectives = GroupCollectives(group, timeout_s=60.0, chunk_bytes=chunk_bytes)
     whole = buffer_of(0)[:numel].clone() if collectives.rank == 0 else torch.full((numel,), float("nan"))
     collectives.broadcast(whole)
     return whole, collectives.sent_bytes
 
 
 def test_rank_0_broadcasts_at_any_piece_size(four):
-    for numel, piece_bytes in ((NUMEL, 1 << 20), (NUMEL, 20), (1, 4), (NUMEL, 3)):
-        for whole, sent_bytes in four.run(broadcast, numel, piece_bytes, size=3):
+    for numel, chunk_bytes in ((NUMEL, 1 << 20), (NUMEL, 20), (1, 4), (NUMEL, 3)):
+        for whole, sent_bytes in four.run(broadcast, numel, chunk_bytes, size=3):
             assert torch.equal(whole, buffer_of(0)[:numel])
             assert sent_bytes == 0, "no algorithm sends it"
 
 
 def sum_without(group, leaver):
     """A sum of all ranks, then one of those that stay."""
-    collectives = GroupCollectives(group, timeout_s=60.0, piece_bytes=12)
+    collectives = GroupCollectives(group, timeout_s=60.0, chunk_bytes=12)
     me = collectives.rank
     collectives.reduce_scatter(buffer_of(me), [1.0] * collectives.size)
     if me == leaver:
@@ -149,12 +149,12 @@ def test_a_member_that_does_not_answer_is_named_after_the_timeout(four):
 
 def test_the_others_name_a_member_that_is_killed_in_a_collective():
     began_s = time.perf_counter()
-    (first, told), (second, nothing), (third, also) = outcomes(3, sum_until_killed, 1, 20.0)
+    (first, first_error), (second, nothing), (third, third_error) = outcomes(3, sum_until_killed, 1, 20.0)
     assert second == -signal.SIGKILL
     assert nothing is None
     assert (first, third) == (0, 0)
-    for error in (told, also):
+    for error in (first_error, third_error):
         assert isinstance(error, ExchangeFailed)
         assert re.search(r"could not (send to|hear from) rank \d: it has closed its connection", str(error))
-    assert "rank 1" in f"{told} {also}"
+    assert "rank 1" in f"{first_error} {third_error}"
     assert time.perf_counter() - began_s < 60

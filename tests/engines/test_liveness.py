@@ -16,6 +16,7 @@ from atoll.engines.liveness import (
     FailureAttribution,
     Heartbeat,
     HeartbeatMonitor,
+    last_error,
     store_heartbeat,
 )
 
@@ -44,7 +45,7 @@ def test_a_rank_is_taken_for_dead_after_the_silence_limit_or_with_an_exit_reason
     assert monitor.failure() == "it has ended (the disk is full)"
 
 
-def test_a_heartbeat_beats_until_it_is_closed_or_the_other_side_is_gone():
+def test_a_heartbeat_runs_until_it_is_closed_or_the_store_is_lost():
     third, ended = threading.Event(), threading.Event()
     heartbeat = Heartbeat(lambda number: third.set() if number == 3 else None, interval_s=0.001)
     assert third.wait(20)
@@ -82,7 +83,7 @@ def test_two_ranks_that_miss_each_other_name_each_other_and_never_themselves():
     assert zero.report_missing(1)[0] == 1, "also after the other's report"
 
 
-def test_a_cycle_of_reports_comes_to_an_end():
+def test_a_cycle_of_reports_ends():
     zero, one, two, three, *_ = attributions()
     one.report_missing(2)
     two.report_missing(3)
@@ -130,7 +131,7 @@ def exchange(timeout, clock, computed_s, took_s=0.0):
     return timeout_s
 
 
-def test_the_first_timeout_is_long_and_its_reason_tells_the_rule():
+def test_the_first_timeout_is_long_and_its_reason_names_the_rule():
     timeout = ExchangeTimeout()
     assert timeout.start() == FIRST_TIMEOUT_S
     assert "before the first exchange" in timeout.reason
@@ -180,3 +181,19 @@ def test_a_timeout_is_news_at_first_and_when_it_has_changed_by_a_factor_of_2():
     assert not timeout.is_news()
     exchange(timeout, clock, 14.0)
     assert timeout.is_news()
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (["12:00:00 rank 1 of 2 on here, process 7", "error: an old one.", "error: the disk is full.", "bye"], "the disk is full"),
+        (["error: the disk is full.", "12:00:05 rank 1 of 2 on here, process 8, 1 thread(s)", "12:00:06 saved round 3"], ""),
+        (["error: the disk is full.", "12:00:05 island-0001 on here (cpu), process 8"], ""),
+        (None, ""),
+    ],
+)
+def test_the_last_error_of_a_log_is_from_after_the_last_start(tmp_path, lines, error):
+    log = tmp_path / "rank-1.log"
+    if lines is not None:
+        log.write_text("".join(f"{line}\n" for line in lines))
+    assert last_error(log) == error

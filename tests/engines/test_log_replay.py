@@ -1,4 +1,4 @@
-"""What a log holds is enough to compute a run once more."""
+"""A replay computes a run again from its log alone."""
 
 import json
 import shutil

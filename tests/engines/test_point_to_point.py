@@ -42,16 +42,16 @@ def one_way(group, kind):
 
 def unanswered(group, kind, timeout_s):
     """Rank 0 waits for rank 1, which sends nothing until rank 0 has given up."""
-    transport, rank, told = kind(group), dist.get_rank(group), None
+    transport, rank, lost_peer = kind(group), dist.get_rank(group), None
     signal = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
     if rank == 0:
         began = time.monotonic()
         try:
             transport.post({}, {1: torch.empty(3)})(timeout_s)
         except PeerUnreachable as lost:
-            told = lost.rank, lost.action, time.monotonic() - began
+            lost_peer = lost.rank, lost.action, time.monotonic() - began
     dist.barrier(signal)
-    return told
+    return lost_peer
 
 
 def kind_for(group):

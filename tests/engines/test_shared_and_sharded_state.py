@@ -1,4 +1,4 @@
-"""What engines do with States."""
+"""Trees of a State move between devices."""
 
 import torch
 

@@ -33,6 +33,29 @@ def test_a_spec_of_another_format_is_refused(tmp_path):
         read_spec(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "AttributeError"),
+        ('{"format": 1}', "KeyError: 'engine'"),
+        ('{"format": 1, "engine": "mpi", "settings": {}}', "KeyError: 'mpi'"),
+        ('{"format": 1, "engine": "ray", "settings": {"hubs": 2}}', "unexpected keyword argument 'hubs'"),
+        ('{"format": 1, "engine": "ray", "settings": {"processes": "two"}}', "processes='two'"),
+        ('{"format": 1, "engine": "ray", "settings": 7}', "AttributeError"),
+    ],
+)
+def test_a_damaged_or_foreign_spec_is_refused(tmp_path, text, why):
+    (tmp_path / "engine.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"engine\.json cannot be read \(.*{why}.*simulator, processes, .* Restore it"):
+        read_spec(tmp_path)
+
+
+def test_a_spec_is_saved_as_strict_json(tmp_path):
+    write_spec(tmp_path, atoll.Elastic(max_delta_ratio=float("inf")))
+    json.loads((tmp_path / "engine.json").read_text(), parse_constant=pytest.fail)
+
+
 def test_engines_are_known_by_their_names_and_former_names():
     assert {name: spec_named(name).name for name in SPECS} == {name: name for name in SPECS}
     assert (spec_named("sim").name, spec_named("dist").name) == ("simulator", "processes")

@@ -1,4 +1,4 @@
-"""Every setting of a Run reaches the live object that it is for."""
+"""Every setting of a Run reaches the object that it configures."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from atoll.engines.training_setup import replica_of
 from atoll.optim.adam import AdamW
 from atoll.runs.run import candidates, device_of
 from atoll.runs.workloads import sharded_workload, single_shard_workload
-from atoll.testing.simulated_runs import SMALL as TINY
+from tests.samples import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]
 
@@ -57,7 +57,7 @@ def test_batches_are_cut_as_the_run_says(text):
         return workload.loss(module, batch)
 
     replica_of(run, workload, loss, island=0).train(1, Work(shard=0, start=0, schedule=0, examples=1))
-    assert seen[-2:] == [2, 2]  # a trial step, which finds out about randomness, came first
+    assert seen[-2:] == [2, 2]  # a trial step, which detects random draws, was the first
 
 
 def test_another_seed_is_another_start_another_order_and_another_cluster(text):
@@ -121,7 +121,7 @@ def test_a_device_that_is_not_there_is_refused_and_auto_falls_back():
 
 
 def test_an_open_outer_schedule_is_as_long_as_the_arrivals_that_are_to_come():
-    """Slow workers with few steps come as often as fast ones: 3,600 updates in rounds of 20, 15, 7 and 3 steps are 331 arrivals."""
+    """Slow workers take fewer steps and arrive as often: 3,600 updates in rounds of 20, 15, 7 and 3 steps are 331 arrivals."""
     run = override(recipes.demo_async(), ["train.steps=900", "algorithm.outer.lr=Cosine(lr=0.8)"], candidates)
     assert run.resolved.algorithm.outer.lr.steps == 331 // 4
     even = override(run, ["algorithm.pace=even"], candidates)

@@ -1,4 +1,4 @@
-"""Who reads what."""
+"""Which batches each reader of a shard is assigned."""
 
 from fractions import Fraction
 
@@ -54,7 +54,7 @@ def test_readers_in_step_get_work_in_order_whichever_asks_first():
 def test_a_reader_out_of_step_gets_unassigned_batches():
     positions = DataPositions(RegressionBatches(num_shards=1))
     assert positions.assign_in_step(0, 3, 1, 0, range(2)).start == 0
-    assert positions.assign_in_step(1, 5, 1, 0, range(2)).start == 6  # it was dealt 3 to 5
+    assert positions.assign_in_step(1, 5, 1, 0, range(2)).start == 6  # it was assigned 3 to 5
 
 
 def test_assigned_work_expires_with_its_round():

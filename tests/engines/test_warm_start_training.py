@@ -1,4 +1,4 @@
-"""A warm start is training by one replica, once for all runs that agree in what it depends on."""
+"""A warm start is training by one replica, and runs with the same inputs share it."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.protocols import Work
 from atoll.engines.training_setup import replica_of
-from atoll.engines.warm_start_training import Cache, get_warm_start, load_data, train_warm_start
+from atoll.engines.warm_start_training import Cache, RunPreparation, train_warm_start
 from atoll.runs.run import candidates
 from atoll.runs.workloads import single_shard_workload
 from atoll.telemetry.sinks import MemorySink
-from atoll.testing.simulated_runs import SMALL as TINY
+from tests.samples import SMALL as TINY
 
 SMALL = [*TINY, "train.steps=12", "train.warm_start_steps=20", "algorithm.inner_steps=3"]
 
@@ -71,7 +71,7 @@ def test_a_warm_start_ignores_settings_of_a_rounds_start(text):
 def test_runs_share_a_warm_start_exactly_if_its_settings_agree(setting, is_trained_again, tmp_path):
     cache = Cache()
     first, second = (
-        get_warm_start(run, single_shard_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=MemorySink())
+        RunPreparation(run, cache=cache).warm_start(tmp_path / name, MemorySink())
         for name, run in (("first", small("train.warm_start_steps=2")), ("second", small("train.warm_start_steps=2", setting)))
     )
     assert (first is not second) == is_trained_again
@@ -84,7 +84,7 @@ def test_a_given_rate_equal_to_the_schedules_peak_shares_the_warm_start(given, i
     usual = small("train.warm_start_steps=2", "optimizer.lr.lr=0.25", "train.warm_start_lr=none")
     other = small("train.warm_start_steps=2", "optimizer.lr.lr=0.5", f"train.warm_start_lr={given}")
     first, second = (
-        get_warm_start(run, single_shard_workload(run, load_data(run, cache)), file=tmp_path / name, cache=cache, sink=MemorySink())
+        RunPreparation(run, cache=cache).warm_start(tmp_path / name, MemorySink())
         for name, run in (("first", usual), ("second", other))
     )
     assert (first is second) == is_shared
@@ -93,10 +93,9 @@ def test_a_given_rate_equal_to_the_schedules_peak_shares_the_warm_start(given, i
 
 def test_a_warm_start_in_the_folder_is_read_and_not_trained_again(tmp_path):
     run, sink = small("train.warm_start_steps=2"), MemorySink()
-    plain = single_shard_workload(run, run.data.load())
-    made = get_warm_start(run, plain, file=tmp_path / "warm", cache=None, sink=sink)
+    made = RunPreparation(run).warm_start(tmp_path / "warm", sink)
     signs = len(sink.events)
-    read = get_warm_start(run, plain, file=tmp_path / "warm", cache=None, sink=sink)
+    read = RunPreparation(run).warm_start(tmp_path / "warm", sink)
     assert signs == len(sink.events) == 1
     assert read.params.equal(made.params)
     assert (read.tokens, read.loss) == (made.tokens, made.loss)
@@ -104,10 +103,9 @@ def test_a_warm_start_in_the_folder_is_read_and_not_trained_again(tmp_path):
 
 def test_processes_that_share_a_folder_use_the_first_warm_start_bit_for_bit(tmp_path, monkeypatch):
     run = small()
-    plain = single_shard_workload(run, run.data.load())
 
     def warm(name):
-        return get_warm_start(run, plain, file=tmp_path / name, cache=Cache(tmp_path / "common"), sink=MemorySink())
+        return RunPreparation(run, cache=Cache(tmp_path / "common")).warm_start(tmp_path / name, MemorySink())
 
     first = warm("one")
     assert warm("two").params.same_bits(first.params)
@@ -127,11 +125,10 @@ def test_processes_that_share_a_folder_use_the_first_warm_start_bit_for_bit(tmp_
     assert [path.name for path in (tmp_path / "common").iterdir()] == [kept.name]
 
 
-def test_a_warm_start_on_other_data_is_not_taken_from_the_common_folder(tmp_path):
+def test_a_warm_start_on_other_data_is_not_taken_from_the_common_folder(tmp_path, monkeypatch):
     run, other = small(), small("data.limit_bytes=30000")
-    common = Cache(tmp_path / "common")
-    plain = {each: single_shard_workload(each, each.data.load()) for each in (run, other)}
-    mine = get_warm_start(run, plain[run], file=tmp_path / "one", cache=common, sink=MemorySink())
-    theirs = get_warm_start(run, plain[other], file=tmp_path / "two", cache=Cache(tmp_path / "common"), sink=MemorySink())
+    mine = RunPreparation(run, cache=Cache(tmp_path / "common")).warm_start(tmp_path / "one", MemorySink())
+    monkeypatch.setattr("atoll.engines.warm_start_training.load_data", lambda run, cache: other.data.load())
+    theirs = RunPreparation(run, cache=Cache(tmp_path / "common")).warm_start(tmp_path / "two", MemorySink())
     assert not theirs.params.same_bits(mine.params), "the same settings, but the text has changed"
     assert len(list((tmp_path / "common").iterdir())) == 2

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from atoll.testing.processes import ProcessPool
+from tests.process_pool import ProcessPool
 
 
 @pytest.fixture(scope="session")
-def two(_importable):
+def two():
     with closing(ProcessPool(2)) as pool:
         yield pool
 

@@ -20,8 +20,8 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
-from atoll.testing.processes import outcomes
 from atoll.testing.simulated_runs import Regression
+from tests.process_pool import outcomes
 
 WORKLOAD = Regression(hidden=3)
 LIMIT_S = 30.0
@@ -200,7 +200,6 @@ def dying(group, culprit):
     return Tree.of(model).digest(), islands.present
 
 
-@pytest.mark.usefixtures("_importable")
 def test_if_the_process_of_a_failed_island_has_ended_the_others_find_its_record_and_continue():
     (_, one), (code, nothing), (_, other) = outcomes(3, dying, 1)
     assert (code, nothing) == (7, None)
@@ -221,7 +220,6 @@ def killed(group, culprit):
             optimizer.zero_grad()
 
 
-@pytest.mark.usefixtures("_importable")
 def test_if_an_island_is_killed_the_others_raise_at_once_and_name_it():
     began = time.perf_counter()
     (_, failed), (code, _) = outcomes(2, killed, 1)

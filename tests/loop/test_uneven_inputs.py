@@ -51,6 +51,6 @@ def test_if_all_islands_are_needed_a_failed_one_raises():
 
 def test_islands_keep_their_initial_numbers_after_others_left():
     islands = ScriptedCollectives([None, [6.0, 1.0, CONTINUES], [7.0, 1.0, CONTINUES]])
-    assert islands.names([1, 2]) == "island 1, island 2"
+    assert islands.listed([1, 2]) == "island 1, island 2"
     islands.all_gather_numbers(1.0)
-    assert islands.names([1, 2]) == "island 2, island 3"
+    assert islands.listed([1, 2]) == "island 2, island 3"

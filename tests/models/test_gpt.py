@@ -140,7 +140,7 @@ def test_more_positions_than_the_decoder_has_are_refused():
         small()(some_tokens(1, 17))
 
 
-def test_generate_goes_on_beyond_seq_len_and_sees_only_the_last_window():
+def test_generate_continues_beyond_seq_len_and_sees_only_the_last_window():
     decoder = small(seq_len=8)
     first = decoder.generate(some_tokens(1, 20), count=5, temperature=0)
     second = decoder.generate(first[:, 12:20], count=5, temperature=0)
@@ -240,7 +240,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
 
 
 @pytest.mark.parametrize(("vocab_size", "seq_len"), [(0, 8), (10, 0)])
-def test_nothing_to_read_or_no_room_to_read_it_is_refused(vocab_size: int, seq_len: int):
+def test_an_empty_prompt_or_an_empty_context_is_refused(vocab_size: int, seq_len: int):
     with pytest.raises(ConfigError):
         SMALL.build(vocab_size=vocab_size, seq_len=seq_len, seed=0)
 

@@ -156,7 +156,7 @@ def test_weights_that_lack_a_parameter_are_refused_and_not_drawn_at_random(copy)
         built(copy)
 
 
-def test_another_family_of_models_is_loaded_alike(tmp_path):
+def test_another_family_of_models_is_loaded_in_the_same_way(tmp_path):
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=16,

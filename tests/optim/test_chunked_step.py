@@ -1,4 +1,4 @@
-"""Steps that weights memory: the bits of the plain rule, whatever is given and wherever the outcome goes."""
+"""Chunked steps on sharded weights have the bits of the plain rule, for any input and any output buffer."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def donated(value):
 
 @each_rule
 @pytest.mark.parametrize("numel", [37, 2 * CHUNK + 52], ids=["few", "chunks"])
-def test_a_step_has_the_bits_of_the_rule_and_a_glance_those_of_its_weights(rule, numel):
+def test_a_step_has_the_bits_of_the_rule_and_a_preview_those_of_its_weights(rule, numel):
     params, gradient, state = case(rule, numel)
     expected = rule.update(params, (gradient / 3.0) * 0.5, state)
     before = digests((params, state))
@@ -71,7 +71,7 @@ def test_donated_weights_and_moments_are_stepped_in_their_own_buffers(rule):
 
 
 @each_rule
-def test_a_glance_reads_weights_and_moments_also_where_they_are_donated(rule):
+def test_a_preview_reads_weights_and_moments_also_where_they_are_donated(rule):
     params, gradient, state = case(rule)
     before, weights, moments = digests((params, state)), donated(params), donated(state)
     preview(rule, weights, gradient, moments)

@@ -61,7 +61,7 @@ def values(rule: Rule, pushed: list[float], start: float = 1.0) -> tuple[list[fl
 
 @dataclass(frozen=True)
 class WholeWindows:
-    """A rule that brings every gradient so often that the weights must move."""
+    """Applies every gradient so often that the weights must move."""
 
     rule: Rule
     times: int
@@ -192,7 +192,7 @@ def test_an_arrival_that_waits_copies_neither_weights_nor_momentum():
         assert new.inner is state.inner
 
 
-def test_weights_given_to_an_arrival_that_waits_come_back_to_be_read():
+def test_weights_donated_to_an_arrival_that_waits_can_still_be_read():
     rule, params = Buffered(rule=Nesterov(), size=3), Tree.of(tensors(0))
     for update in (rule.update, rule.update_in_place):
         digest, state = params.digest(), rule.init(params)
@@ -311,7 +311,7 @@ def test_a_given_gradient_goes_back_into_circulation(rule):
 
 
 @ids
-def test_the_twin_takes_nothing_if_the_gradient_does_not_match_or_is_gone(rule):
+def test_the_in_place_update_takes_no_buffer_if_the_gradient_does_not_match_or_was_donated(rule):
     params, gone = Tree.of(tensors(0)), Tree.of(tensors(1))
     state = rule.init(params)
     gone.donate()

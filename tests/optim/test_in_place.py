@@ -1,4 +1,4 @@
-"""Updates in the buffers of what they replace."""
+"""Updates in the buffers of the values that they replace."""
 
 import pytest
 import torch

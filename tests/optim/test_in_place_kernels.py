@@ -1,8 +1,7 @@
 from itertools import pairwise
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from atoll.optim.in_place import Moments, fused_adamw
 

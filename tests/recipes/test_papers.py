@@ -40,5 +40,5 @@ def test_acco_recipes_have_the_papers_settings(name, shape, vocabulary, rate, mi
 
 
 @pytest.mark.parametrize("name", recipes.ALL)
-def test_every_recipe_is_a_run_that_knows_its_name(name):
+def test_every_recipe_is_a_run_with_its_name(name):
     assert recipes.recipe(name).resolved.recipe == name

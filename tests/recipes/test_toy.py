@@ -48,11 +48,14 @@ def test_first_arrivals_are_when_the_schedule_says(tmp_path):
     events = events_of(quick(toy_async(), steps=70), tmp_path / "run", Arrived, Dispatched)
     arrivals = [(event.virtual_time_s, event.island) for event in events if isinstance(event, Arrived)]
     by_hand = [
-        (11.6, 0),  # worker 0 needs 11.6 s for its 20 steps; nobody comes within half a second, so it goes off at once
+        (
+            11.6,
+            0,
+        ),  # worker 0 needs 11.6 s for its 20 steps; no worker arrives within half a second, so the hub dispatches it at once
         (15.0, 1),
         (23.2, 0),  # 2 x 11.6
         (30.0, 1),  # 2 x 15.0: worker 1 waits, since
-        (30.2, 2),  # worker 2 comes within the half second; both go off at 30.2
+        (30.2, 2),  # worker 2 arrives within the half second; the hub dispatches both at 30.2
         (34.8, 0),  # 3 x 11.6
         (45.2, 1),  # 30.2 + 15.0
         (46.4, 0),  # 4 x 11.6; it lies 1.2 s after worker 1, outside its window
@@ -69,7 +72,7 @@ def test_first_arrivals_are_when_the_schedule_says(tmp_path):
     assert together == [1, 2]
 
 
-def test_evaluations_come_every_800_local_updates_at_the_authors_times(tmp_path):
+def test_evaluations_happen_every_800_local_updates_at_the_authors_times(tmp_path):
     run = quick(toy_async(), steps=800)
     evaluations = events_of(run, tmp_path / "run", Evaluated)
     assert [event.local_updates for event in evaluations] == list(range(0, 3201, 800))
@@ -82,7 +85,7 @@ def test_evaluations_come_every_800_local_updates_at_the_authors_times(tmp_path)
 
 
 def test_sanity_check_of_the_authors_sync_and_async_agree_to_the_bit(tmp_path):
-    """Outer SGD of 0.5, five phases, a grace of 1000 s and a buffer of four: the hub waits for everybody, and so is DiLoCo."""
+    """Outer SGD of 0.5, five phases, a grace of 1000 s and a buffer of four: the hub waits for all workers, and so is DiLoCo."""
     sync = quick(toy_sync(), steps=100)
     sync = replace(sync, algorithm=replace(sync.algorithm, outer=SGD(lr=0.5)), keep=replace(sync.keep, evaluate_every=20))
     waiting = AsyncLocalSGD(inner_steps=20, outer=Buffered(rule=SGD(lr=0.5), size=4), grace_s=1000.0, shards="visits", ties="last")

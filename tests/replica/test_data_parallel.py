@@ -38,9 +38,9 @@ def test_steps_with_several_devices_are_those_of_one_that_cuts_its_batches_as_sm
 def test_the_gradient_is_that_of_the_whole_batch(micro_batches):
     workload = Regression(hidden=6)
     many, one = (trained(workload, count, steps=1, micro_batches=micro_batches)[0] for count in (2, 1))
-    (found, told), (expected, wanted) = many.gradient(WORK), one.gradient(WORK)
+    (found, result), (expected, wanted) = many.gradient(WORK), one.gradient(WORK)
     assert float((found.sum.flat - expected.sum.flat).abs().max()) < 1e-6
-    assert (found.weight, found.tokens, told.tokens) == (expected.weight, expected.tokens, wanted.tokens)
+    assert (found.weight, found.tokens, result.tokens) == (expected.weight, expected.tokens, wanted.tokens)
 
 
 def test_modules_in_half_precision_have_one_master():
@@ -83,11 +83,11 @@ class Padded(Regression):
 
 def test_a_device_whose_share_has_no_tokens_adds_no_gradient():
     workload = Padded(batches=Padded.Batches(batch_size=6))
-    many, told = trained(workload, 2, optimizer=SGD(lr=0.05))
+    many, result = trained(workload, 2, optimizer=SGD(lr=0.05))
     one, expected = trained(workload, 1, optimizer=SGD(lr=0.05))
     assert many.params().is_finite()
     assert float((many.params().flat - one.params().flat).abs().max()) < 1e-6
-    assert told.tokens == expected.tokens == 3 * 12
+    assert result.tokens == expected.tokens == 3 * 12
 
 
 class Drifting(Regression):

@@ -1,4 +1,4 @@
-"""Modules in one buffer: nothing about training may change, and leaving the buffer must not go unnoticed."""
+"""Modules in one buffer train as other modules do, and a parameter that leaves the buffer is detected."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a step does besides computing, and that nothing of the trial is left."""
+"""A probe finds out what a module needs, and undoes its trial pass."""
 
 import pytest
 import torch

@@ -139,8 +139,8 @@ def test_a_replica_leaves_the_global_generator_alone():
 
 
 def test_batches_whose_tensors_do_not_all_count_examples_are_tried_whole():
-    alike, packed = {"x": torch.zeros(8, 3), "y": torch.zeros(8)}, {"tokens": torch.zeros(30), "ends": torch.zeros(4)}
-    assert [part.shape[0] for part in two_examples(alike).values()] == [2, 2]
+    same_length, packed = {"x": torch.zeros(8, 3), "y": torch.zeros(8)}, {"tokens": torch.zeros(30), "ends": torch.zeros(4)}
+    assert [part.shape[0] for part in two_examples(same_length).values()] == [2, 2]
     assert two_examples(packed) is packed
     assert len(two_examples(torch.zeros(1, 3))) == 1
 
@@ -241,7 +241,7 @@ def test_a_fresh_optimizer_saves_no_moments_and_resumes_bit_for_bit():
     assert second.params().equal(straight.params())
 
 
-def test_with_peak_first_a_round_begins_at_the_highest_rate_and_goes_on_along_the_schedule():
+def test_with_peak_first_a_round_begins_at_the_highest_rate_and_continues_along_the_schedule():
     """By hand: the first step of every round of ten at 0.1, the k-th after it at the schedule's position of the round plus k."""
     schedule = Cosine(lr=0.1, steps=30, floor=0.01)
     rates = [0.1 if step % 10 == 0 else schedule(step) for step in range(30)]
@@ -298,14 +298,14 @@ def test_gradients_are_added_in_place_and_borrowed_ones_are_left_alone():
 def test_a_gradient_is_taken_at_the_replicas_weights_unless_others_are_given():
     replica = LocalReplica(WORKLOAD, optimizer=SGD(lr=0.1))
     other = Tree.of(WORKLOAD.module()) * 2.0
-    told, _ = replica.gradient(work(), at=other)
+    at_other, _ = replica.gradient(work(), at=other)
     stays, _ = replica.gradient(work())
-    assert told.sum.equal(stays.sum)
+    assert at_other.sum.equal(stays.sum)
     assert replica.params().equal(other)
 
 
 class PaddedBatches:
-    """Batches of 8 whose last examples are padding: as many are real as `real` says, one figure a batch."""
+    """Batches of 8 whose last examples are padding: `real` has the number of real examples of each batch."""
 
     num_shards = 1
 

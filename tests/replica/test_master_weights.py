@@ -1,4 +1,4 @@
-"""Modules in half precision: nothing too small for them is lost, and nothing that is not trained pays for it."""
+"""Modules in half precision: master weights keep small updates, and parameters that are not trained have none."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
-from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.replica.evaluator import Evaluator

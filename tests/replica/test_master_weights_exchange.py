@@ -12,8 +12,8 @@ from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.replica.master_weights import check_exchange_dtype
 from atoll.runs.cluster import Cluster
-from atoll.testing.processes import run_on_processes
 from atoll.testing.simulated_runs import Regression, simulate
+from tests.process_pool import run_on_processes
 
 RULE = AdamW(lr=0.05)
 

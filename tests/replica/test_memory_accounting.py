@@ -1,4 +1,4 @@
-"""What is held is found wherever it is, once; and the paper's formulas have the run's own widths."""
+"""Memory accounting finds every held tensor once, and the paper's formulas use the run's own dtypes."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,8 @@ from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.local_replica import LocalReplica, TrainJob
 from atoll.replica.memory_accounting import STATE, Storages, add_replica, add_storages, by_kind, paper_formula, total_bytes
 from atoll.replica.vmap_stack import VmapStack
-from atoll.testing.simulated_runs import DecoderWorkload, Regression
+from atoll.testing.simulated_runs import Regression
+from benchmarks.decoder_workload import DecoderWorkload
 
 
 def tree(count=10):

@@ -13,7 +13,7 @@ from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.local_replica import GradientJob, LocalReplica, RoundStart, TrainJob
 from atoll.replica.vmap_stack import RaggedBatches, VmapStack, why_not_stackable
-from atoll.testing.simulated_runs import DecoderWorkload, RepeatedBatch
+from benchmarks.decoder_workload import DecoderWorkload, RepeatedBatch
 
 torch.set_num_threads(1)
 
@@ -150,12 +150,14 @@ def test_ragged_batches_stop_a_stack_after_the_steps_before_them(shard):
     asked = [(replica, work(number * shard)) for number, replica in enumerate(together)]
     with pytest.raises(RaggedBatches, match=r"shapes .*\(2, 7\).*\(2, 9\)") as seen:
         stack(together[0], 2).train([TrainJob(replica, 5, what) for replica, what in asked])
-    rest = [replica.train(5, what, after=len(taken.losses)) for (replica, what), taken in zip(asked, seen.value.taken, strict=True)]
+    rest = [
+        replica.train(5, what, after=len(before.losses)) for (replica, what), before in zip(asked, seen.value.results, strict=True)
+    ]
     for number, replica in enumerate(alone):
-        whole, taken = replica.train(5, work(number * shard)), seen.value.taken[number]
-        assert len(taken.losses) == 3 - shard
-        assert [*taken.losses, *rest[number].losses] == pytest.approx(whole.losses, rel=1e-5)
-        assert taken.tokens + rest[number].tokens == whole.tokens
+        whole, before = replica.train(5, work(number * shard)), seen.value.results[number]
+        assert len(before.losses) == 3 - shard
+        assert [*before.losses, *rest[number].losses] == pytest.approx(whole.losses, rel=1e-5)
+        assert before.tokens + rest[number].tokens == whole.tokens
         assert close(replica.params(), together[number].params())
         assert replica.steps_taken == together[number].steps_taken == 5
 
@@ -184,7 +186,7 @@ def test_replicas_that_cannot_be_stacked_are_reported():
 
 
 class Besides(torch.nn.Module):
-    """A decoder with something besides: a parameter that nobody uses, and buffers."""
+    """A decoder with an unused parameter and buffers."""
 
     def __init__(self, decoder: torch.nn.Module, counts: bool, persistent: bool) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica, TrainJob
 from atoll.replica.vmap_stack import _MAX_GRAPHS, CudaGraphCache, VmapStack
-from atoll.testing.simulated_runs import DecoderWorkload, RepeatedBatch
+from benchmarks.decoder_workload import DecoderWorkload, RepeatedBatch
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
@@ -87,16 +87,16 @@ def test_a_stack_that_does_not_fit_in_memory_is_freed_and_islands_compute_apart(
     work, made = replicas(2, bf16=False)
     for job in trainings(made):  # takes what an island needs by itself
         job.replica.pass_over(job.first_batch())
-    room = torch.cuda.memory_reserved() + 256 * 2**20
-    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
-    told = []
+    limit_bytes = torch.cuda.memory_reserved() + 256 * 2**20
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(0).total_memory)
+    decisions = []
     try:
-        together = BatchedCompute("auto", 4096, work.loss, compiled=True, tell=lambda *news: told.append(news))
+        together = BatchedCompute("auto", 4096, work.loss, compiled=True, on_decision=lambda *news: decisions.append(news))
         found = together(trainings(made))
         together.report()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert [len(trained.losses) for _, trained in found] == [STEPS, STEPS]
-    ((how, why),) = told
+    ((how, why),) = decisions
     assert how == "apart"
     assert "OutOfMemoryError" in why

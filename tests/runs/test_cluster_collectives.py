@@ -3,8 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from atoll.core.errors import ConfigError
 from atoll.runs.cluster import Link, all_gather_cost, all_reduce_cost, reduce_scatter_cost, transfer_s

@@ -1,4 +1,4 @@
-"""What comes out of a run can be loaded elsewhere, with the same logits."""
+"""An exported model can be loaded elsewhere, with the same logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from atoll.recipes import toy_sync
 from atoll.runs.export import export, load_exported, trained
 from atoll.runs.run import candidates
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
-from atoll.testing.simulated_runs import SMALL, Regression
+from atoll.testing.simulated_runs import Regression
+from tests.samples import SMALL
 
 TOKENS = torch.arange(40).view(4, 10)
 
@@ -42,8 +43,8 @@ def decoder(tmp_path_factory):
 
 def test_an_exported_pretrained_model_has_the_logits_of_the_trained_one(tuned, tmp_path):
     out = export(tuned.folder, tmp_path / "out")
-    again, told = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not any(told.values())
+    again, loading_info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(loading_info.values())
     before = AutoModelForCausalLM.from_pretrained(atoll.Pretrained(path=str(tuned.folder.parent / "model")).path)
     with torch.no_grad():
         logits = tuned.module.eval()(TOKENS).logits

@@ -1,4 +1,4 @@
-"""A fine-tuned model writes too."""
+"""Text generation from a fine-tuned model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def text(folder, prompt="2+2=", *, tokens=8, temperature=1.0, top_k=None, seed=0
     return generate(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
 
 
-def test_it_goes_on_from_the_prompt_and_the_seed_decides_how(folder):
+def test_it_continues_from_the_prompt_and_the_seed_decides_how(folder):
     assert text(folder).startswith("2+2=")
     assert text(folder) == text(folder)
     assert text(folder) != text(folder, seed=1)
 
 
-def test_without_chance_the_seed_is_of_no_account(folder):
+def test_without_sampling_the_seed_has_no_effect(folder):
     assert text(folder, temperature=0.0) == text(folder, temperature=0.0, seed=1) == text(folder, top_k=1)
 
 

@@ -1,4 +1,4 @@
-"""A Run refuses what does not go together, and leaves nothing open when it is resolved."""
+"""A Run refuses parts that do not fit together, and a resolved Run has no open settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOY = Run(
 
 @dataclass(frozen=True, kw_only=True)
 class Pushing:
-    """Says what a Run asks of an asynchronous algorithm, and is never carried out."""
+    """Has what a Run reads of an asynchronous algorithm, and is never carried out."""
 
     inner_steps: int = 6
     outer: Rule = SGD(lr=Cosine(lr=0.7))
@@ -158,9 +158,9 @@ def test_given_settings_are_not_changed_by_resolving():
 
 
 def test_algorithms_and_rules_can_be_named():
-    assert {DDP, DiLoCo} <= set(candidates(Algorithm))
-    assert {SGD, AdamW} <= set(candidates(Rule))
-    assert candidates(Run) == ()
+    assert {DDP, DiLoCo} <= set(candidates[Algorithm])
+    assert {SGD, AdamW} <= set(candidates[Rule])
+    assert Run not in candidates
     assert isinstance(Pushing(), AsyncAlgorithm)
     assert not isinstance(DiLoCo(inner_steps=5), AsyncAlgorithm)
 
@@ -208,7 +208,7 @@ def test_an_algorithm_inside_can_be_named_and_survives_json():
 def test_inside_takes_only_algorithms_with_rebase():
     [offered] = [setting.kind for setting in describe(PLAIN, candidates) if setting.path == "inside"]
     assert offered == "DDP | ZeRO1 | FSDP | ACCO | DPU | WP | none"
-    assert all(isinstance(kind(), Rebases) for kind in candidates(TrainsDevices))
+    assert all(isinstance(kind(), Rebases) for kind in candidates[TrainsDevices])
     with pytest.raises(ConfigError, match=r"inside=DiLoCo\(inner_steps=5\): this value cannot stand here. Allowed: DDP \| ZeRO1"):
         override(PLAIN, ["inside=DiLoCo(inner_steps=5)", "cluster.devices_per_island=2"], candidates)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A Run refuses parts that do not go together, and settings that nobody would read, with the settings that fit."""
+"""A Run refuses parts that do not fit together, and settings that would have no effect; the error names settings that fit."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_a_batch_is_cut_into_equal_pieces_and_the_proposed_values_fit(batch_size
         return
     with pytest.raises(
         ConfigError, match=rf"train\.batch_size={batch_size} .*algorithm\.pieces_per_half={pieces_per_half}"
-    ) as told:
+    ) as error:
         demo(ACCO(pieces_per_half=pieces_per_half), batch_size=batch_size)
-    batches, _, halves = str(told.value).partition("Use ")[2].partition(", or ")
+    batches, _, halves = str(error.value).partition("Use ")[2].partition(", or ")
     for fit in re.findall(r"\d+", batches):
         assert demo(ACCO(pieces_per_half=pieces_per_half), batch_size=int(fit))
     for fit in re.findall(r"\d+", halves):

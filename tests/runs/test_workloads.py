@@ -1,4 +1,4 @@
-"""A perceptron on Gaussians goes through a whole run as a decoder on text does."""
+"""A perceptron on Gaussians trains, evaluates and resumes as a decoder on text does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from atoll.runs.generate import generate
 from atoll.runs.run import Keep, Run, Train, candidates
 from atoll.runs.workloads import ToyWorkload, data_fingerprint, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import read_events
-from atoll.testing.simulated_runs import SMALL, Regression
+from atoll.testing.simulated_runs import Regression
+from tests.samples import SMALL
 
 TOY = Run(
     recipe="toy",
@@ -75,7 +76,7 @@ def test_the_loss_is_the_cross_entropy(points):
     assert torch.equal(workload.loss(module, (inputs, labels)), F.cross_entropy(scores, labels))
 
 
-def test_a_model_is_judged_by_the_mean_over_points_and_by_how_many_it_tells_right(points):
+def test_a_model_is_judged_by_the_mean_over_points_and_by_the_share_that_it_classifies_correctly(points):
     """Also where the last batch is a smaller one: 1,000 points are three batches of 256 and one of 232."""
     loaded = replace(points, settings=replace(points.settings, eval_examples=1000))
     workload = single_shard_workload(TOY, loaded)
@@ -146,7 +147,7 @@ def test_a_toy_run_learns_and_reports_accuracy(straight):
     assert straight.summary.tokens == 10 * 4 * 32, "a toy counts its points as tokens"
 
 
-def test_over_a_free_line_a_round_takes_as_long_as_the_slowest_island_computes(straight):
+def test_on_links_that_take_no_time_a_round_takes_as_long_as_the_slowest_island_computes(straight):
     times = [event.virtual_time_s for event in read_events(straight.folder / "events.jsonl", [Evaluated])]
     assert times == [0.0, 5 * 3.33, pytest.approx(10 * 3.33, rel=1e-12)]
 

@@ -1,4 +1,4 @@
-"""A pretrained model on instructions: padding changes nothing, tokens weigh alike, and whole runs do what runs do."""
+"""A pretrained model on instructions: padding changes nothing, tokens weigh the same, and runs train, resume and export."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_finished_run_is_reopened_with_its_weights(straight):
     assert Tree.of(again.module).equal(straight.params)
 
 
-def test_a_checkpoint_does_not_go_on_from_another_model(finetuning, tmp_path):
+def test_a_checkpoint_does_not_continue_from_another_model(finetuning, tmp_path):
     model = Pretrained(path=str(save_tiny_model(tmp_path / "model")))
     with pytest.raises(KeyboardInterrupt):
         atoll.run(replace(finetuning, model=model), out=tmp_path / "run", sinks=[Fuse()])

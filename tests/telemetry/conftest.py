@@ -26,7 +26,7 @@ from atoll.core.events import (
     WarmStartFinished,
     WindowClosed,
 )
-from atoll.telemetry import JsonlSink
+from atoll.telemetry.event_log import JsonlSink
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,8 @@ from atoll.core.events import (
     RunFinished,
     WindowClosed,
 )
-from atoll.telemetry import read_asynchrony
-from atoll.telemetry.async_summary import AsynchronySummary, asynchrony_of
-from atoll.testing import simulated_runs
+from atoll.telemetry.async_summary import AsynchronySummary, asynchrony_of, read_asynchrony
+from tests import samples
 
 
 def dispatched(island: int, number: int, at_s: float, *, version: int = 0, shard: int = 0) -> Dispatched:
@@ -47,7 +46,7 @@ def arrived(
     island: int, number: int, at_s: float, *, window: int = 0, staleness: int = 0, shard: int = 0, applied: bool = True
 ) -> Arrived:
     """The update took a quarter of a second to reach the hub."""
-    return simulated_runs.arrived(
+    return samples.arrived(
         island=island,
         round=number,
         window=window,

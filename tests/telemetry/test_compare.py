@@ -1,4 +1,4 @@
-"""Runs side by side, in every form."""
+"""Comparisons of runs, as a table, as Markdown, as JSON and as a sentence."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.console import Console
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import MEMORY_KINDS, MemoryCounted
-from atoll.telemetry import Summary, comparison, markdown, read_summary, sentence, table
-from atoll.telemetry.compare import ComparedRun, Comparison
+from atoll.telemetry.compare import ComparedRun, Comparison, comparison, markdown, sentence, table
+from atoll.telemetry.summary import Summary, read_summary
 from atoll.telemetry.sync_summary import OverlapSummary
 
 
@@ -46,7 +46,7 @@ def test_the_table_fits_into_eighty_columns_and_has_every_figure(folders) -> Non
 
 
 def test_a_long_name_wraps_and_figures_do_not(tmp_path, script) -> None:
-    name = "a-recipe-with-a-name-that-nobody-would-want-to-type"
+    name = "a-recipe-with-a-name-that-is-far-too-long-for-a-table"
     text = printed(table(comparison([script(recipe=name).write(tmp_path / "a")])), width=60)
     assert "2.35" in text
     assert "…" not in text
@@ -62,7 +62,7 @@ def test_runs_of_one_recipe_have_whole_headings_and_figures_in_eighty_columns(en
         assert heading in words
     assert sum(line.endswith(" %") for line in lines) == 2
     assert words.count("DiLoCo") == 2
-    assert "against demo-diloco (" in markdown(comparison(made)), "where there is room, it is named"
+    assert "against demo-diloco (" in markdown(comparison(made)), "a Markdown table has no width, so it names the run"
 
 
 def counted(peak_bytes: int, formula: str) -> MemoryCounted:
@@ -148,9 +148,9 @@ def test_json_holds_the_summaries_and_the_sentence(folders) -> None:
 
 def test_runs_with_other_data_are_not_comparable_and_with_another_partition_are(folders) -> None:
     for folder, partition in zip(folders, ("IID", "ByDomain"), strict=True):
-        (folder / "run.json").write_text(json.dumps({"data": {"corpus": "stdlib", "partition": partition}}))
+        (folder / "run.json").write_text(json.dumps({"format": 2, "data": {"corpus": "stdlib", "partition": partition}}))
     assert "reaches" in sentence(comparison(folders))
-    (folders[0] / "run.json").write_text(json.dumps({"data": {"corpus": "files:x", "partition": "IID"}}))
+    (folders[0] / "run.json").write_text(json.dumps({"format": 2, "data": {"corpus": "files:x", "partition": "IID"}}))
     assert "not comparable" in sentence(comparison(folders))
 
 

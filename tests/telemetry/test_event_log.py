@@ -68,7 +68,7 @@ def test_a_log_cut_at_a_position_and_continued_equals_one_that_never_stopped(tmp
     write(tmp_path / "whole", 1, 2, 3)
     position = write(tmp_path / "log", 1)
     with JsonlSink(tmp_path / "log", append_at=position) as sink:
-        sink.emit(saved(9))  # a life that came to nothing
+        sink.emit(saved(9))  # a resume without a new round
     with JsonlSink(tmp_path / "log", append_at=position) as sink:
         assert sink.position() == position
         sink.emit(saved(2))

@@ -27,23 +27,16 @@ from atoll.core.events import (
     Timed,
     WarmStartFinished,
 )
-from atoll.telemetry import (
-    ConsoleSink,
-    JsonlSink,
-    TensorBoardSink,
-    comparison,
-    markdown,
-    plot_run,
-    read_asynchrony,
-    read_overlap,
-    read_progress,
-    read_summary,
-    sentence,
-    table,
-    write_trace,
-)
-from atoll.telemetry.event_log import read_clock
-from atoll.telemetry.plots import comparison_figure, run_figure
+from atoll.telemetry.async_summary import read_asynchrony
+from atoll.telemetry.compare import comparison, markdown, sentence, table
+from atoll.telemetry.console_progress import ConsoleSink
+from atoll.telemetry.event_log import JsonlSink, read_clock
+from atoll.telemetry.plots import comparison_figure, plot_run, run_figure
+from atoll.telemetry.run_progress import read_progress
+from atoll.telemetry.sinks import TensorBoardSink
+from atoll.telemetry.summary import read_summary
+from atoll.telemetry.sync_summary import read_overlap
+from atoll.telemetry.trace import write_trace
 
 ROUNDS = 3
 
@@ -66,8 +59,8 @@ def exchange(number: int, what: str, arrived_s: list[float], end_s: float, *, ba
 
 
 def measured_round(number: int) -> Iterator[Event]:
-    """Island 0 computes for half a second and island 1 for 0.7 s. Behind that two exchanges go on, of which the second begins
-    before all are out of the first, as happens where clocks are real; a third comes after it."""
+    """Island 0 computes for half a second and island 1 for 0.7 s. Two exchanges run in the background, of which the second
+    begins before all islands have ended the first, as measured clocks allow; a third follows."""
     for island, (start_s, end_s) in enumerate([(0.01, 0.51), (0.02, 0.72)]):
         loss, work = 3.0 - 0.1 * number, {"steps": 0, "batches": 1, "tokens": 100}
         yield Computed(island=island, round=number, start_s=number + start_s, end_s=number + end_s, loss=loss, **work)

@@ -1,4 +1,4 @@
-"""Figures are written where and as asked, leave pyplot alone, and put the right curve on the right axis."""
+"""Figures are written to the given paths, do not change pyplot's state, and have the right curves on the right axes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from atoll.algorithms.acco import ACCO
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import Arrived, Evaluated, RoundFinished
 from atoll.runs.cluster import Cluster, Link
-from atoll.telemetry import JsonlSink, plot_comparison, plot_run, read_asynchrony, read_overlap
-from atoll.telemetry.plots import binned, comparison_figure, last_rounds, run_figure
+from atoll.telemetry.async_summary import read_asynchrony
+from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.plots import binned, comparison_figure, last_rounds, plot_comparison, plot_run, run_figure
+from atoll.telemetry.sync_summary import read_overlap
 from atoll.testing.simulated_runs import simulate
 
 
@@ -123,7 +125,7 @@ def test_nothing_to_draw_is_refused(tmp_path) -> None:
 def test_pyplot_and_its_backend_are_never_touched(folders, tmp_path) -> None:
     # Reading the setting `backend` would itself load pyplot, so it is left out; a backend is chosen in pyplot only.
     code = (
-        "import sys, matplotlib; from atoll.telemetry import plot_run\n"
+        "import sys, matplotlib; from atoll.telemetry.plots import plot_run\n"
         "settings = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
         "before = settings()\n"
         f"plot_run({str(folders[0])!r}, {str(tmp_path / 'figure.png')!r})\n"
@@ -134,7 +136,7 @@ def test_pyplot_and_its_backend_are_never_touched(folders, tmp_path) -> None:
 
 
 def test_figures_without_matplotlib_name_their_extra(tmp_path, script, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # Python's own way to say that a module cannot be imported
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # Python raises ImportError for a module that is None here
     with pytest.raises(ConfigError, match=r'pip install "atoll\[plot\]"'):
         plot_run(script().write(tmp_path / "run"), tmp_path / "figure.png")
 
@@ -173,7 +175,7 @@ def test_every_arrival_is_in_one_bin() -> None:
     assert binned([(0.0, 3), (0.0, 1)], bins=10) == [(0.0, 2.0, 1, 3)]
 
 
-def test_the_figure_is_written_also_while_the_run_goes_on(tmp_path, async_script) -> None:
+def test_the_figure_is_written_also_while_the_run_continues(tmp_path, async_script) -> None:
     folder = async_script(finished=False).write(tmp_path / "run")
     assert plot_run(folder, tmp_path / "new" / "figure.png", "asynchrony").read_bytes().startswith(b"\x89PNG")
 

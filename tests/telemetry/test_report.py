@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from atoll.telemetry import read_asynchrony
-from atoll.telemetry.async_summary import AsynchronySummary, CountDistribution
+from atoll.telemetry.async_summary import AsynchronySummary, CountDistribution, read_asynchrony
 from atoll.telemetry.report import ASYNCHRONY, MEMORY, PARTICIPATION, histogram, render, section_lines
 from atoll.telemetry.summary import MemorySummary, ParticipationSummary
 

@@ -8,9 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.core.errors import AtollError, CheckpointError
+from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.core.events import Attended, Leased, MemoryCounted, Refused, RunFinished, SaveFailed
-from atoll.telemetry import JsonlSink, plot_run, read_asynchrony, read_memory, read_participation, read_progress, read_summary
+from atoll.telemetry.async_summary import read_asynchrony
+from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.plots import plot_run
+from atoll.telemetry.run_progress import read_progress
+from atoll.telemetry.summary import read_memory, read_participation, read_summary
 
 KEYS = [
     "recipe",
@@ -80,7 +84,7 @@ def test_the_error_of_an_unfinished_run_has_its_progress_and_the_command_to_resu
 
 
 def test_a_run_killed_before_its_first_round_has_no_finished_round(tmp_path) -> None:
-    (tmp_path / "run.json").write_text('{"recipe": "demo-ddp", "seed": 3}')
+    (tmp_path / "run.json").write_text('{"format": 2, "recipe": "demo-ddp", "seed": 3}')
     with pytest.raises(AtollError, match=r"demo-ddp\) is not finished: no round is finished.*--resume"):
         read_summary(tmp_path)
     progress = read_progress(tmp_path)
@@ -108,19 +112,27 @@ def test_progress_agrees_with_the_summary_of_a_finished_run(tmp_path, script) ->
 
 
 def test_the_error_names_a_folder_that_is_no_run(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match=r"is not the folder of a run: run\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"is not the folder of a run: run\.json cannot be read"):
         read_summary(tmp_path)
+
+
+def test_the_folder_of_an_older_version_is_refused(tmp_path, script) -> None:
+    folder = script().write(tmp_path / "run")
+    (folder / "run.json").write_text('{"recipe": "demo-ddp"}')
+    with pytest.raises(ConfigError, match=r"run\.json has format 1, and this version of atoll reads format 2"):
+        read_summary(folder)
 
 
 @pytest.mark.parametrize("text", ["{", "[1, 2]"])
 def test_a_broken_run_json_is_named(tmp_path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"run\.json.*Restore it"):
+    with pytest.raises(ConfigError, match=r"run\.json.*Restore it"):
         read_progress(tmp_path)
 
 
 def test_a_log_without_its_beginning_is_refused(tmp_path, script) -> None:
     finished = next(event for event in script().events() if isinstance(event, RunFinished))
+    (tmp_path / "run.json").write_text('{"format": 2}')
     with JsonlSink(tmp_path / "events.jsonl") as sink:
         sink.emit(finished)
     with pytest.raises(CheckpointError, match="no RunStarted"):

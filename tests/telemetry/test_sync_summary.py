@@ -15,9 +15,10 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.events import Computed, Exchanged, RoundFailed, RoundFinished, RunStarted, UpdateSkipped
 from atoll.runs.cluster import Cluster, Link, Lost
-from atoll.telemetry import JsonlSink, read_overlap, read_summary
+from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.report import OVERLAP, render, section_lines
-from atoll.telemetry.sync_summary import overlap_of, reports_overlap
+from atoll.telemetry.summary import read_summary
+from atoll.telemetry.sync_summary import overlap_of, read_overlap, reports_overlap
 from atoll.testing.simulated_runs import SimulatedRun, simulate
 
 UNEQUAL = Cluster(islands=3, step_time_s=(1.0, 1.0, 3.0), link=Link(latency_s=0.05, bandwidth_mbit_per_s=math.inf))

@@ -1,4 +1,4 @@
-"""The trace shows what the events say: no overlap on a row, all computing time, all bytes."""
+"""The trace agrees with the events: no overlap on a row, all computing time, all bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from atoll.algorithms.acco import ACCO
 from atoll.core.errors import AtollError
@@ -29,8 +28,8 @@ from atoll.core.events import (
     UpdateSkipped,
 )
 from atoll.runs.cluster import Cluster, Link
-from atoll.telemetry import JsonlSink, write_trace
-from atoll.telemetry.trace import TraceSpan, without_overlaps
+from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.trace import TraceSpan, without_overlaps, write_trace
 from atoll.testing.simulated_runs import simulate
 
 
@@ -146,7 +145,7 @@ def test_catching_up_and_joining_are_spans_and_their_bytes_count(tmp_path) -> No
 
 def test_a_trace_is_valid_json_even_if_a_loss_is_not_a_number(tmp_path) -> None:
     (span,) = rows(records(log(tmp_path, computed(0, 0.0, 1.0))))["island 0", "computing"]
-    assert span["args"]["loss"] == "nan"
+    assert span["args"]["loss"] == "NaN"
 
 
 def test_an_empty_log_has_no_trace(tmp_path) -> None:

@@ -21,8 +21,10 @@ from atoll.core.events import (
     Returned,
     WindowClosed,
 )
-from atoll.telemetry import JsonlSink, read_asynchrony, write_trace
-from atoll.testing.simulated_runs import arrived
+from atoll.telemetry.async_summary import read_asynchrony
+from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.trace import write_trace
+from tests.samples import arrived
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -1,12 +1,11 @@
-"""Figures for people: what is shown is what was meant, to three digits."""
+"""Units for display, to three digits."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from atoll.telemetry.units import human_bytes, human_count, human_fraction, human_loss, human_percent, human_time, human_times
 

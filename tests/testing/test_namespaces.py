@@ -18,7 +18,7 @@ def made():
 
 
 @as_root
-def test_namespaces_are_gone_after_an_error():
+def test_namespaces_are_removed_after_an_error():
     names = []
 
     def fail():
@@ -35,7 +35,7 @@ def test_namespaces_are_gone_after_an_error():
 
 @as_root
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_namespaces_are_gone_after_a_signal_or_when_the_next_ones_are_made(end):
+def test_namespaces_are_removed_after_a_signal_or_when_the_next_ones_are_made(end):
     text = (
         "import sys\nfrom atoll.testing import namespaces\n"
         "with namespaces.linked_pair() as (one, _):\n    print(one.name, flush=True)\n    sys.stdin.read()"
@@ -51,13 +51,8 @@ def test_namespaces_are_gone_after_a_signal_or_when_the_next_ones_are_made(end):
         assert name not in made()
 
 
-def test_payload_is_the_bytes_without_headers():
-    before, after = namespaces.Counters(100, 1), namespaces.Counters(100 + 5 * 66 + 1234, 6)
-    assert after.payload_since(before) == 1234
-
-
 def reaches(one, two):
-    """Whether a packet from the one comes to the other and back."""
+    """Whether a packet from one reaches the other and returns."""
     found = namespaces._tool("ip")
     ask = "import socket, sys\nsocket.create_connection((sys.argv[1], 4711), timeout=0.3)"
     listen = "import socket, sys\ndoor = socket.create_server((sys.argv[1], 4711))\nprint(flush=True)\nsys.stdin.read()"

@@ -15,9 +15,6 @@ A gradient is a sum with its weight, which is summed over islands too, so every 
 With `batch="free"` an island computes further micro-batches until its exchange is over: a fast one contributes more, and
 none is idle. Per update it sends twice what ZeRO-1 sends. With a fixed batch an update takes max(c, 2m), where computing takes c
 and an exchange m, and ZeRO-1 takes c + m: ACCO pays while the exchange is the shorter of the two. DiLoCo is for longer ones.
-
-    paper   the first estimate is that of one micro-batch  the rate ticks by micro-batches (released code: hardly at all)
-    here    of a half, computed before anything is sent    by commits, or by samples: `clock`
 """
 
 from __future__ import annotations

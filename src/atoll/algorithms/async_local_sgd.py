@@ -1,17 +1,9 @@
-"""Asynchronous Local-SGD: no worker waits for the slowest.
+"""Asynchronous Local-SGD: no worker waits for the slowest. docs/async_local_sgd.md describes it.
 
 Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135.
 
 Every worker trains from the weights that the hub dispatched it with, and pushes how far it moved. The hub applies each delta as it
-arrives and dispatches the worker again from the weights it has then. Workers of different speeds are all busy, but a delta
-may be stale: the hub has moved since it was begun. DiLoCo's outer Nesterov momentum, applied at every arrival, then does harm.
-The paper mends this twice:
-
-**Delayed Nesterov** (Algorithm 3; the rule `DelayedNesterov`) takes each delta at once as a plain gradient step, and lets the
-momentum move only once in N arrivals. With N workers of one speed this is DiLoCo.
-
-**Dynamic Local Updates** (eq. 6; `pace`) gives a slow worker fewer steps, so that all rounds take about as long:
-steps = floor(speed / greatest speed * H).
+arrives and dispatches the worker again from the weights it has then. A delta may be stale: the hub has moved since it was begun.
 
     paper   H             k          w.update   D_i            tau_grace   epsilon, beta, N, c
     here    inner_steps   workers    delta      shards         grace_s     outer: lr, momentum, period, activation
@@ -19,9 +11,6 @@ steps = floor(speed / greatest speed * H).
 The paper's Algorithm 2 has two sides. The worker's is `round`. The hub's is `step` for the mathematics, `async_scheduler.py` for
 when a worker is dispatched and with how many steps, and `shard_sampler.py` for the data it reads. Moments of the inner optimizer
 stay with the worker, the position on the learning-rate schedule with the shard.
-
->>> AsyncLocalSGD(inner_steps=50, pace="given").plan.steps
-50
 """
 
 from __future__ import annotations
@@ -30,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from atoll.core.config.type_checks import check_types
-from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, Correction, Hub, Plan, Replica, Rule, shared
 from atoll.optim.delayed_nesterov import DelayedNesterov
@@ -74,10 +62,6 @@ class AsyncLocalSGD:
     def __post_init__(self) -> None:
         check_types(self)
         check_weight(self.weight)
-        if self.inner_steps < 1:
-            raise ConfigError(
-                f"inner_steps={self.inner_steps}: a round needs at least 1 inner step. Use 1 to push after every step."
-            )
         assert self.plan, "a plan refuses what it cannot be"
 
     @property

@@ -3,18 +3,12 @@
 Liu et al., "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, Algorithms 2, 4 and 5 and eqs. (2), (3), (6).
 
 A worker that arrives opens a **grace window**. The scheduler dispatches all workers that arrive within `grace_s` of that first
-arrival together, from the same weights, when the window closes. The hub applies each update when it arrives. A dispatched worker
-gets
-
-    a shard       sampled by how far each shard lags behind its share of the data (eq. 2) and counted at once, so that workers
-                  that are dispatched together get different shards
-    a position    in the shard and on the learning-rate schedule: both belong to the shard, not to the worker (eq. 3)
-    steps         the same for all workers, or in proportion to speed (Dynamic Local Updates, eq. 6), at least 1
+arrival together, from the same weights, when the window closes. A dispatched worker gets a shard (`shard_sampler.py`), the shard's
+position in the data and on the learning-rate schedule (eq. 3), and a number of steps (`WorkerSpeeds`).
 
 The scheduler has no clock. Each event carries the time and `next_s`: the earliest time at which another dispatched worker can still
 arrive (None: unknown). A window closes when `next_s` lies beyond its deadline, when no worker is in a round, or at its deadline,
-whichever is known first. The scheduler returns its decisions in order, and its driver carries them out. So the simulator and a
-real engine drive the same object, and a test drives it by hand.
+whichever is known first. The scheduler returns its decisions in order, and its driver carries them out.
 """
 
 from __future__ import annotations
@@ -69,14 +63,8 @@ class Worker:
 
 
 class Scheduler:
-    """The state machine.
-
-    Args:
-        plan: the algorithm's.
-        examples: of each shard.
-        updates: local updates after which no worker is dispatched any more.
-        draw: for each round a number in [0, 1), always the same. It decides where the sampler draws.
-    """
+    """The state machine. `examples` is the number in each shard. After so many local `updates` no worker is dispatched any more.
+    `draw` returns for each round a number in [0, 1), always the same, with which the sampler draws."""
 
     def __init__(self, plan: Plan, examples: Sequence[int], updates: int, draw: Callable[[int], float]) -> None:
         self.plan = plan
@@ -108,13 +96,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------------- events
 
-    def join(self, worker: int, now_s: float, version: int, speed: float | None = None) -> list[Decision]:
-        """A worker joins and is dispatched at once. `speed` is in steps per second, where the driver knows it."""
-        return self.join_all({worker: speed}, now_s, version)
-
     def join_all(self, speeds: Mapping[int, float | None], now_s: float, version: int) -> list[Decision]:
-        """Several workers join, with their speeds where the driver knows them. The scheduler registers all of them before it
-        dispatches the first, so that each takes its steps in proportion to the fastest of all."""
+        """Workers join and are dispatched at once, with their speeds in steps per second where the driver knows them. The scheduler
+        registers all of them before it dispatches the first, so that each takes its steps in proportion to the fastest of all."""
         for worker in speeds:
             if worker in self.workers or worker < 0:
                 why = "it has joined already. Let it leave first" if worker in self.workers else "numbers begin at 0"
@@ -140,10 +124,8 @@ class Scheduler:
         self, worker: int, now_s: float, version: int, next_s: float | None, seconds: float | None = None
     ) -> tuple[int, list[Decision]]:
         """A dispatched worker has arrived, and the hub has applied its update. Returns its window and the decisions that follow.
-
         The driver ticks before it applies the update, in case the window before has reached its deadline. `seconds` is how long the
-        worker computed, where it is known; else the time since its dispatch counts.
-        """
+        worker computed, where it is known; else the time since its dispatch counts."""
         arrived = self._worker(worker, "arrives")
         self._check_time(now_s)
         assert arrived.dispatch is not None, f"worker {worker} is in no round"
@@ -266,10 +248,8 @@ def dynamic_steps(speed: float, fastest: float, most: int) -> int:
 
 
 class WorkerSpeeds:
-    """The speeds of all workers in steps per second, given or measured, and the steps of a round that follow from them.
-
-    The reference is the fastest present worker. A worker whose speed is not known yet takes the steps of the fastest.
-    """
+    """The speeds of all workers in steps per second, given or measured, and the steps of a round that follow from them. The
+    reference is the fastest present worker. A worker whose speed is not known yet takes the steps of the fastest."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -278,11 +258,8 @@ class WorkerSpeeds:
         self._fastest: float | None = None  # of the present workers; None if it must be computed anew
 
     def join(self, speeds: Mapping[int, float | None]) -> None:
-        """Workers join, with their speeds in steps per second where the driver knows them.
-
-        Raises:
-            ConfigError: speeds are given, and a worker's is missing or not positive. Then no worker has joined.
-        """
+        """Workers join, with their speeds where the driver knows them. Refuses all of them if the plan needs speeds and one is not
+        given, or not positive."""
         given = self._plan.pace == "given"
         self._present |= {w: self._given(w, known) if given else self._left.get(w) for w, known in speeds.items()}
         self._fastest = None

@@ -1,7 +1,7 @@
 """DDP: agree on every gradient. The baseline that all the others are measured against.
 
 Each round every island computes the gradient of its own batches at the shared weights; the mean over islands is one step of the
-optimizer, which every island takes alike. Islands communicate after every step, and the slowest sets the pace.
+optimizer, which every island takes. Islands communicate after every step, and the slowest sets the pace.
 """
 
 from __future__ import annotations
@@ -26,25 +26,23 @@ class DDPState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDP:
-    """Data-parallel training.
+class StepsOnGradients:
+    """The settings of algorithms that step with the mean of all islands' gradients.
 
     Args:
         optimizer: the rule applied to the mean gradient. None: the run's inner optimizer.
-        accumulation: batches whose gradients an island adds up before it exchanges them.
-        clip_norm: mean gradients longer than this are shortened to it. None: the run's.
+        clip_norm: mean gradients longer than this, as a whole, are shortened to it. None: the run's.
         weigh: whether each batch weighs the same in the mean, or each token: for batches that are padded.
     """
 
     optimizer: Rule | None = None
-    accumulation: int = 1
     clip_norm: float | None = None
     weigh: Weigh = "batches"
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_accumulation(self.accumulation)
-        check_clip_norm(self.clip_norm)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm={self.clip_norm}: it is more than 0. Leave it out to take train.clip_norm.")
 
     @property
     def steps_per_round(self) -> int:
@@ -53,6 +51,17 @@ class DDP:
     @property
     def rule(self) -> Rule:
         return self.optimizer or AdamW(lr=4e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP(StepsOnGradients):
+    """Data-parallel training."""
+
+    accumulation: int = 1  # batches whose gradients an island adds up before it exchanges them
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_accumulation(self.accumulation)
 
     def init(self, params: Tree, peers: Peers) -> DDPState:
         return DDPState(params.wide(), self.rule.init(params.wide()))
@@ -84,11 +93,6 @@ class DDP:
 def check_accumulation(batches: int) -> None:
     if batches < 1:
         raise ConfigError(f"accumulation={batches}: a step needs at least 1 batch. Use 1 to exchange after each.")
-
-
-def check_clip_norm(norm: float | None) -> None:
-    if norm is not None and not norm > 0:
-        raise ConfigError(f"clip_norm={norm}: it is more than 0. Leave it out to take train.clip_norm.")
 
 
 def clip(gradient: Tree, norm: float | None) -> Tree:

@@ -9,12 +9,6 @@ asked otherwise, they are never averaged, sent or reset.
 
     paper   H             k            Δ       InnerOpt               OuterOpt   θ⁽ᵗ⁾           θᵢ⁽ᵗ⁾
     here    inner_steps   peers.size   delta   inside replica.train   outer      state.params   replica.params()
-
-With outer SGD of rate 1 this is Federated Averaging, and with a single round a model soup; with one inner step of SGD besides, it
-is data-parallel SGD. With one island it is Lookahead for outer SGD, and needs no network.
-
->>> DiLoCo(inner_steps=500).outer
-Nesterov(lr=0.7, momentum=0.9, weight_decay=0.0)
 """
 
 from __future__ import annotations

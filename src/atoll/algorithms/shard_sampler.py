@@ -27,7 +27,7 @@ from atoll.core.protocols import Work
 Policy = Literal["deficit", "visits"]
 Ties = Literal["last", "chance"]
 _MOST = 2**62  # products up to here fit into 64 bits; beyond it, Python's own integers are used
-_ALIKE = 0.01  # shards whose sizes differ by less than this share count as equal in a worker's first choice
+_SIZE_TOLERANCE = 0.01  # shards whose sizes differ by less than this share count as equal in a worker's first choice
 
 
 class ShardSampler:
@@ -62,10 +62,10 @@ class ShardSampler:
 
     def choose(self, last: int, draw: Callable[[], float]) -> int:
         """The next shard of a worker whose last was `last`. `draw` gives a number in [0, 1) where chance decides."""
-        behind, alike = self._behind() if self._policy == "deficit" else (self._least_visited(), 1)
+        behind, tolerance = self._behind() if self._policy == "deficit" else (self._least_visited(), 1)
         chances = np.maximum(behind, 0)
         greatest = chances.max()
-        if self._ties == "last" and greatest - behind[last] < alike and greatest - chances[chances > 0].min() < alike:
+        if self._ties == "last" and greatest - behind[last] < tolerance and greatest - chances[chances > 0].min() < tolerance:
             return last
         sums = np.cumsum(chances)
         drawn = int(np.searchsorted(sums, draw() * float(sums[-1]), side="right"))
@@ -81,7 +81,7 @@ class ShardSampler:
         behind = sizes * self._total_steps - steps * self._size
         if (behind > 0).any():
             return behind, 1
-        return self._sizes, _ALIKE * int(self._sizes.max())
+        return self._sizes, _SIZE_TOLERANCE * int(self._sizes.max())
 
     def _least_visited(self) -> NDArray[np.int64]:
         something = self._sizes > 0

@@ -13,13 +13,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from atoll.algorithms.ddp import check_accumulation, check_clip_norm
-from atoll.core.config.type_checks import check_types
+from atoll.algorithms.ddp import StepsOnGradients, check_accumulation
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Gradient, Peers, PendingExchange, Replica, Rule, Weigh, whole_steps
+from atoll.core.protocols import Gradient, Peers, PendingExchange, Replica, Rule, whole_steps
 from atoll.optim import chunked_step
-from atoll.optim.adam import AdamW
 from atoll.optim.chunked_step import Stepped
 from atoll.optim.schedules import at
 
@@ -36,34 +34,16 @@ class Reduced(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharded:
-    """The common settings and steps.
+class Sharded(StepsOnGradients):
+    """The common settings and steps. The optimizer's rule is applied to slices, so it is elementwise.
 
     Args:
-        optimizer: the rule applied to the mean gradient, elementwise. None: the run's inner optimizer.
-        clip_norm: mean gradients longer than this, as a whole, are shortened to it. None: the run's.
-        weigh: whether each batch weighs the same in the mean, or each token: for batches that are padded.
         wire: in which precision gradients and weights are sent; own: the model's.
         sums: in which precision gradients are added up, over batches and over islands; own: the model's, and that of `wire`.
     """
 
-    optimizer: Rule | None = None
-    clip_norm: float | None = None
-    weigh: Weigh = "batches"
     wire: Precision = "own"
     sums: Literal["own", "fp32"] = "own"
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_clip_norm(self.clip_norm)
-
-    @property
-    def steps_per_round(self) -> int:
-        return 1
-
-    @property
-    def rule(self) -> Rule:
-        return self.optimizer or AdamW(lr=4e-4)
 
     def cut(self, params: Tree, peers: Peers) -> tuple[Tree, Any]:
         """This island's slice of these weights, and an optimizer state for it."""
@@ -91,7 +71,8 @@ class Sharded:
 
     async def reduce(self, gradient: Gradient, peers: Peers, *, keep: bool = False) -> Reduced | None:
         """The gradients of all islands, added up. None if there is nothing to step with, as all islands then know: gradients of
-        some island are not finite, or no island has any. `keep` sends a snapshot: the gradient is still added to."""
+        some island are not finite, or no island has any. `keep`: the round goes on adding to this gradient, as ACCO adds a batch's
+        second half to its first. Islands then exchange a snapshot of it."""
         wire = self.wire_dtype(gradient.sum)
         sent = gradient.sum.copy(wire) if keep else gradient.sum
         summed = await peers.reduce_scatter(sent, gradient.weight, wide=self.sums == "fp32", wire=wire)
@@ -110,7 +91,8 @@ class Sharded:
         return chunked_step.preview(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent)
 
     def step(self, rule: Rule, params: Tree, optimizer: Any, reduced: Reduced, *, send: bool = True) -> Stepped:
-        """A step on the slice. Without `send` the new weights stay here, and the gradient can be used once more."""
+        """A step on the slice. Without `send` islands do not need the new weights, because the algorithm takes a second step with
+        the same gradient, as WP does to predict weights."""
         over, times, sent = reduced.weight, reduced.shortening, self.wire_dtype(params)
         return chunked_step.step(rule, params, reduced.sum, optimizer, over=over, times=times, sent=sent, send=send)
 

@@ -14,9 +14,6 @@ Between the devices of a real island torch's own `fully_shard` does it, module b
 
     paper   N_d          P_os              gradients          parameters                                    P_os+g+p
     here    peers.size   state.optimizer   replica.gradient   state.params: this island's slice, in fp32    FSDP: the State alone
-
->>> ZeRO1(accumulation=4).steps_per_round, FSDP().steps_per_round
-(1, 1)
 """
 
 from __future__ import annotations

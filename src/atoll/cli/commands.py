@@ -1,4 +1,4 @@
-"""What the commands do that only read: recipes, settings, reports, text, exports, prepared data, replays."""
+"""What the commands do that only read: recipes, settings, reports, prepared data."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from inspect import getdoc
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import rich
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from atoll import recipes
-from atoll.cli.recipe_settings import PRESETS, EngineSettings, check_imported, run_of, spec_with
+from atoll.cli.recipe_settings import PRESETS, run_of, spec_with
 from atoll.core.config.json_records import to_json
 from atoll.core.config.setting_paths import describe
-from atoll.engines.spec import spec_named
+from atoll.data.prepare import Preparation, find_prepared, prepare
+from atoll.engines.spec import EngineSettings, spec_named
+from atoll.runs.evaluate import evaluate
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import candidates
 from atoll.telemetry import compare as comparing
@@ -31,9 +31,6 @@ from atoll.telemetry.run_progress import read_progress
 from atoll.telemetry.summary import read_summary
 from atoll.telemetry.trace import write_trace
 from atoll.telemetry.units import human_bytes
-
-if TYPE_CHECKING:
-    from atoll.data.prepare import Preparation
 
 
 def list_recipes() -> None:
@@ -81,19 +78,9 @@ def report_run(folder: Path, *, as_json: bool) -> None:
     print(f"trace: {write_trace(folder, folder / 'trace.json')}")
 
 
-def generate_text(folder: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int) -> None:
-    from atoll.runs.generate import generate
-
-    check_imported(folder)
-    print(generate(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))
-
-
 def evaluate_run(
     folder: Path, on: str, *, last_word: bool, limit_bytes: int | None, device: str | None, as_json: bool, quiet: bool
 ) -> None:
-    from atoll.runs.evaluate import evaluate
-
-    check_imported(folder)
     with ConsoleSink(f"evaluate {folder}", quiet) as sink:
         found = evaluate(folder, on, last_word=last_word, limit_bytes=limit_bytes, device=device, progress=sink.emit)
     if as_json:
@@ -103,20 +90,7 @@ def evaluate_run(
         print(f"{name.replace('_', ' ')}: {f'{value:.4f}' if isinstance(value, float) else value}")
 
 
-def export_model(folder: Path, out: Path) -> None:
-    from atoll.models.pretrained import Pretrained
-    from atoll.runs.export import export
-
-    check_imported(folder)
-    run = RunFolder.open(folder).run
-    place = export(folder, out)
-    loader = "AutoModelForCausalLM.from_pretrained" if isinstance(run.model, Pretrained) else "atoll.load_exported"
-    print(f"{place}\nload it with: {loader}({str(place)!r})")
-
-
 def prepare_data(preparation: Preparation, out: Path, *, quiet: bool) -> None:
-    from atoll.data.prepare import find_prepared, prepare
-
     out = out.expanduser()
     prepared = find_prepared(preparation, out)
     if prepared is not None:
@@ -129,15 +103,3 @@ def prepare_data(preparation: Preparation, out: Path, *, quiet: bool) -> None:
         with ConsoleSink("prepare", quiet) as sink:
             prepared = prepare(preparation, out, lambda event: sink.emit(replace(event, note=human_bytes(event.done))))
     print(f"{prepared}\nuse it with: --set data.corpus=prepared:{out}")
-
-
-def replay_folder(folder: Path, *, as_json: bool, quiet: bool) -> None:
-    """Replay a run and show how far its weights differ; exit code 1 if they differ by more than the tolerance."""
-    from atoll.engines.log_replay import replay_run
-
-    check_imported(folder)
-    with ConsoleSink(f"replay {folder}", quiet) as sink:
-        found = replay_run(folder, sink=sink)
-    print(json.dumps(found.to_dict()) if as_json else found)
-    if not found.agrees:
-        raise typer.Exit(1)

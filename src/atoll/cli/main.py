@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,7 +40,7 @@ Settings = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Seed of the weights, the data order and the simulated cluster.")]
-Engine = Annotated[
+EngineName = Annotated[
     Literal["simulator", "processes", "elastic", "ray", "sim", "dist"] | None,
     typer.Option(
         help="simulator: one process with a virtual clock. processes: a fixed number of ranks. elastic: islands join and leave. "
@@ -62,7 +63,7 @@ class RunOptions:
     resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder from its newest checkpoint.")] = None
     json: Json = False
     quiet: Quiet = False
-    engine: Engine = None
+    engine: EngineName = None
     processes: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks, islands or workers; short for --set engine.processes=N.")
     ] = None
@@ -116,7 +117,7 @@ def recipes() -> None:
 
 
 @app.command()
-def show(recipe: str, settings: Settings, seed: Seed = None, engine: Engine = None, json: Json = False) -> None:
+def show(recipe: str, settings: Settings, seed: Seed = None, engine: EngineName = None, json: Json = False) -> None:
     """List every setting of a recipe, and with --engine those of the engine: path, value, allowed types."""
     from atoll.cli.commands import show_recipe
 
@@ -134,9 +135,11 @@ def run(
     ] = None,
 ) -> None:
     """Run a recipe on an engine, resume a run, or join an elastic run. Under torchrun, use --engine processes."""
-    from atoll.cli.run_command import carry_out, join_run
+    from atoll.cli.run_command import carry_out
 
     if join is not None:
+        from atoll.engines.elastic.launch import join_run
+
         join_run(join, options.settings, [name for name in _given(context) if name not in ("--join", "--set")])
         return
     if elastic and options.engine not in (None, "elastic"):
@@ -169,11 +172,13 @@ def island(
     address: str,
     name: Annotated[str, typer.Option(help="Unique name of the island.")],
     folder: Annotated[Path | None, typer.Option(help="Folder of the run, if this machine has it.")] = None,
+    faults: Annotated[Path | None, typer.Option(help="Fault script with update faults to inject into this island.")] = None,
 ) -> None:
     """Run one island of the elastic run at this address."""
     from atoll.engines.elastic.launch import run_island
+    from atoll.testing.chaos.update_faults import interpose_update_faults
 
-    run_island(address, name, folder)
+    run_island(address, name, folder, interpose=None if faults is None else interpose_update_faults(faults))
 
 
 @app.command(hidden=True)
@@ -217,9 +222,16 @@ def replay(
     quiet: Quiet = False,
 ) -> None:
     """Recompute an asynchronous run in the order of its event log, and compare the weights."""
-    from atoll.cli.commands import replay_folder
+    from atoll.cli.recipe_settings import check_imported
+    from atoll.engines.log_replay import replay_run
+    from atoll.telemetry.console_progress import ConsoleSink
 
-    replay_folder(folder, as_json=json, quiet=quiet)
+    check_imported(folder)
+    with ConsoleSink(f"replay {folder}", quiet) as sink:
+        found = replay_run(folder, sink=sink)
+    print(dumps(found.to_dict()) if json else found)
+    if not found.agrees:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -232,9 +244,11 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
 ) -> None:
     """Generate text with the model of a run."""
-    from atoll.cli.commands import generate_text
+    from atoll.cli.recipe_settings import check_imported
+    from atoll.runs.generate import generate as generate_text
 
-    generate_text(folder, prompt, tokens, temperature, top_k, seed)
+    check_imported(folder)
+    print(generate_text(folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))
 
 
 @app.command()
@@ -249,7 +263,9 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a run on any text: perplexity and bits per byte, or accuracy on the last word of each document."""
     from atoll.cli.commands import evaluate_run
+    from atoll.cli.recipe_settings import check_imported
 
+    check_imported(folder)
     evaluate_run(folder, on, last_word=last_word, limit_bytes=limit_bytes, device=device, as_json=json, quiet=quiet)
 
 
@@ -259,9 +275,16 @@ def export(
     out: Annotated[Path, typer.Option(help="New folder for the model.")],
 ) -> None:
     """Export the trained model of a run: a pretrained model as a Hugging Face folder, others as weights and config."""
-    from atoll.cli.commands import export_model
+    from atoll.cli.recipe_settings import check_imported
+    from atoll.models.pretrained import Pretrained
+    from atoll.runs.export import export as export_model
+    from atoll.runs.folder import RunFolder
 
-    export_model(folder, out)
+    check_imported(folder)
+    run = RunFolder.open(folder).run
+    place = export_model(folder, out)
+    loader = "AutoModelForCausalLM.from_pretrained" if isinstance(run.model, Pretrained) else "atoll.load_exported"
+    print(f"{place}\nload it with: {loader}({str(place)!r})")
 
 
 @data.command()
@@ -293,12 +316,12 @@ def main() -> None:
     try:
         app()
     except AtollError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        message = str(error)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
             raise
-        print(
-            f"error: there is not enough memory ({error}). Use a smaller model or batch, or train.micro_batches.", file=sys.stderr
-        )
-        sys.exit(2)
+        message = f"there is not enough memory ({error}). Use a smaller model or batch, or train.micro_batches."
+    else:
+        return
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

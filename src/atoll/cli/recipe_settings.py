@@ -6,7 +6,7 @@ import difflib
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from atoll.core.config.json_records import find_type
 from atoll.core.config.overrides import override
 from atoll.core.config.setting_paths import Presets
 from atoll.core.errors import ConfigError
-from atoll.engines.spec import EngineSpec
+from atoll.engines.spec import EngineSpec, with_settings
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.runs.folder import RunFolder
@@ -60,13 +60,6 @@ def _meant_for(setting: str, among: Sequence[str]) -> tuple[str | None, str]:
     return recipe, f"{path}{equals}{value}"
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """Gives an engine's settings the paths that --set knows them by."""
-
-    engine: EngineSpec
-
-
 def spec_with(spec: EngineSpec, settings: Sequence[str], processes: int | None) -> EngineSpec:
     """The spec with the settings that are for the engine, and this number of processes."""
     given = [setting for setting in settings if setting.startswith(_ENGINE)]
@@ -77,7 +70,7 @@ def spec_with(spec: EngineSpec, settings: Sequence[str], processes: int | None) 
                 f"leave it out."
             )
         given.append(f"engine.processes={processes}")
-    return override(EngineSettings(spec), given).engine
+    return with_settings(spec, given)
 
 
 def run_settings(settings: Sequence[str]) -> list[str]:

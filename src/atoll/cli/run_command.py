@@ -18,11 +18,9 @@ from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.protocols import Sink
 from atoll.engines import run_lifecycle
-from atoll.engines.elastic.spec import Elastic
-from atoll.engines.processes.spec import Processes
 from atoll.engines.run_lifecycle import Faults, Result, discard
 from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
-from atoll.engines.spec import EngineSpec, processes_started, read_spec, refuse_torchrun, spec_named
+from atoll.engines.spec import EngineSpec, processes_started, refuse_torchrun, saved_spec, spec_named
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run import Run
@@ -77,12 +75,12 @@ def _resume(options: RunOptions, faults: Faults | None) -> Result | None:
             "--set or --seed with --resume: a run resumes with the settings that it began with; only the engine's, such as "
             "engine.processes, may change. Leave them out."
         )
-    if not folder.is_dir() and processes_started() > 1:  # rank 0 has the folder
-        spec = spec_with(Processes(), options.settings, options.processes)
-        return run_lifecycle.resume(folder, engine=spec, command=sys.argv)
-    opened, saved = RunFolder.open(folder), read_spec(folder)
+    saved = saved_spec(folder)
     named = spec_named(options.engine or saved.name)  # the driver refuses another engine than the saved one
     spec = spec_with(saved if named.name == saved.name else named, options.settings, options.processes)
+    if not folder.is_dir():  # of a run under torchrun, whose rank 0 has the folder
+        return run_lifecycle.resume(folder, engine=spec, command=sys.argv)
+    opened = RunFolder.open(folder)
     if options.recipe is not None:
         opened.same_run(spec.fitted(run_of(options.recipe, options.settings, options.seed)))
     check_imported(folder)
@@ -97,22 +95,6 @@ def _resume(options: RunOptions, faults: Faults | None) -> Result | None:
             faults=faults,
             log=discard if options.quiet else print_to_stderr,
         )
-
-
-def join_run(address: str, settings: Sequence[str], others: Sequence[str]) -> None:
-    """Join the elastic run whose rendezvous has this address, HOST:PORT, as one more island. A joiner has one setting of its own,
-    `engine.devices`; all other settings and options are refused."""
-    from atoll.engines.elastic.launch import join_run as join
-
-    foreign = [setting for setting in settings if setting.partition("=")[0] != "engine.devices"]
-    if others or foreign:
-        raise ConfigError(
-            f"{', '.join([*others, *foreign])} with --join: a joiner fetches the run from its address. Its own is --set "
-            f"engine.devices=N alone. Leave out the others."
-        )
-    spec = spec_with(Elastic(), settings, None)
-    assert isinstance(spec, Elastic)
-    join(address, spec.devices if settings else None)
 
 
 def compare_runs(
@@ -183,7 +165,7 @@ def show_result(folder: Path, *, as_json: bool) -> None:
 
 def sinks_of(run: Run, spec: EngineSpec, *, quiet: bool, title: str | None = None) -> list[Sink]:
     """The progress display of this process. Where this command starts ranks, rank 0 has the display."""
-    if quiet or (isinstance(spec, Processes) and processes_started() == 1):
+    if quiet or (spec.runs_on_ranks and processes_started() == 1):
         return []
     cluster, who = run.cluster, None
     if run.inside is None and cluster.devices_per_island > 1:  # events count each device as an island
@@ -198,8 +180,7 @@ def print_to_stderr(line: str) -> None:
 @contextmanager
 def interruptible(folder: Path | None, spec: EngineSpec) -> Iterator[None]:
     """Ctrl-C ends a run with a line on how to resume it; SIGTERM too where the engine's processes must be stopped."""
-    stops_processes = spec.name in ("elastic", "ray")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if stops_processes else None
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if spec.stops_processes else None
     try:
         yield
     except KeyboardInterrupt:
@@ -209,5 +190,5 @@ def interruptible(folder: Path | None, spec: EngineSpec) -> Iterator[None]:
         )
         raise typer.Exit(130) from None
     finally:
-        if stops_processes:
+        if spec.stops_processes:
             signal.signal(signal.SIGTERM, before)

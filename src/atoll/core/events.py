@@ -25,6 +25,8 @@ from typing import Any, ClassVar
 
 from atoll.core.errors import AtollError
 
+_TIMES = ("virtual_time_s", "wall_time_s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -34,18 +36,19 @@ class Event:
 
     def to_json(self) -> str:
         """One line. Floats are written so that they read back as the same float; NaN and infinity as {"float": "nan"} and so on.
-        `wall_time_s` is left out where the clock is virtual."""
+        Times come last, and `wall_time_s` is left out where the clock is virtual."""
         # Field by field: `asdict` copies the values, and a log has a dozen events per round.
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in sorted(fields(self), key=lambda f: f.name in _TIMES)}
         record = {name: _plain(value) for name, value in values.items() if name != "wall_time_s" or value is not None}
         return json.dumps({"event": type(self).__name__} | record, allow_nan=False)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Timed(Event):
-    """An event with a moment. Not a dataclass: each event declares both times at their place in its line of the log."""
+    """An event with a moment, on one of the two clocks."""
 
     virtual_time_s: float | None
-    wall_time_s: float | None
+    wall_time_s: float | None = None
 
     @property
     def time_s(self) -> float:
@@ -148,8 +151,6 @@ class IslandJoined(Timed):
 
     island: int
     round: int
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
     donor: int | None
     sent_bytes: int  # by the donor
 
@@ -158,8 +159,6 @@ class IslandJoined(Timed):
 class IslandLeft(Timed):
     island: int
     round: int
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +172,6 @@ class Dispatched(Timed):
     start: int  # position in the shard, in batches
     schedule: int  # position on the learning-rate schedule, which belongs to the shard
     steps: int
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
     begin_s: float  # when the worker has received the weights
     sent_bytes: int  # by the hub
     devices: int = 1  # of the worker, which share its batches
@@ -190,8 +187,6 @@ class Arrived(Timed):
     shard: int
     steps: int
     pushed_s: float  # when the worker began to send
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
     version: int  # updates that the hub has applied, this one included if it was
     staleness: int  # updates applied between dispatch and arrival
     applied: bool  # false if the algorithm left the update out as too stale
@@ -206,8 +201,6 @@ class WindowClosed(Timed):
     window: int
     islands: list[int]  # in order of arrival
     opened_s: float  # the first arrival
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
     idle_s: list[float]  # how long each of them waited
 
 
@@ -217,8 +210,6 @@ class Refused(Timed):
 
     island: int
     round: int
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
     reason: str
 
 
@@ -230,8 +221,6 @@ class Returned(Timed):
     round: int
     shard: int
     steps: int
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +231,6 @@ class HubRestarted(Timed):
     round: int
     lost_rounds: int
     lost_local_updates: int
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,8 +243,6 @@ class HubLoad(Timed):
     apply_s: float  # seconds per update, on average
     waited_s: float  # that an update waited for its turn, on average
     most_waiting: int  # updates in the hub at one time, the one being applied included
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +256,6 @@ class Attended(Timed):
     attempts: int  # until the commit succeeded; more than 1 if an island died meanwhile
     epoch: int
     digest: str  # of the replicated state; each island has compared it with the others'
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +266,6 @@ class Leased(Timed):
     delivered: list[list[int]]  # in the commit
     returned: list[list[int]]  # to be leased again: the island died, fell behind, or was refused
     dropped: list[list[int]] = field(default_factory=list)  # never leased again, after several refusals with these batches
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,8 +275,6 @@ class RoundFailed(Timed):
     round: int
     what: str  # reduce_scatter, all_gather or total
     islands: list[int]  # that missed the exchange
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,8 +283,6 @@ class UpdateSkipped(Timed):
 
     round: int
     islands: list[int]  # whose gradients were not finite
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
     inside: int | None = None  # the island whose devices alone skipped it; `islands` are then the devices
 
 
@@ -348,8 +325,6 @@ class RoundFinished(Timed):
     round: int
     islands: int
     steps: int  # position on the schedule: inner steps of an island that was present from the start
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
     tokens: int
     local_updates: int
     loss: float  # mean training loss of the round
@@ -362,8 +337,6 @@ class Evaluated(Timed):
 
     round: int
     steps: int
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
     tokens: int
     local_updates: int
     sent_bytes_per_island: float
@@ -406,8 +379,6 @@ class RunFinished(Timed):
     tokens: int
     warm_start_tokens: int
     local_updates: int
-    virtual_time_s: float | None
-    wall_time_s: float | None = None
     utilisation: float | None  # mean over islands of computing time over time present
     sent_bytes_per_island: float  # payload, mean over islands
     control_bytes_per_island: float
@@ -428,7 +399,7 @@ class Progress(Event):
     note: str = ""
 
 
-def from_json(line: str) -> Event:
+def read_event(line: str) -> Event:
     """The event that `to_json` wrote."""
     record = _read(json.loads(line))
     kind = KINDS[record.pop("event")]

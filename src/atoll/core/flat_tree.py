@@ -20,10 +20,8 @@ A Tree is a value: arithmetic returns a new Tree and changes none. A buffer is r
 Traceback (most recent call last):
 atoll.core.errors.TreeDonated: this Tree was donated ...
 
-Methods with a trailing underscore compute in place, as torch's do. They are for code that made the Tree itself.
-
-A Tree may hold pieces of larger tensors. Its layout has each piece's start and the whole tensor's name and shape, so that shards
-can be saved, joined and cut again.
+Methods with a trailing underscore compute in place, as torch's do. They are for code that made the Tree itself. A Tree may hold
+pieces of larger tensors: its layout has what is needed to save, join and cut them again.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import TreeDonated
-from atoll.core.layout import Layout, Piece, difference, shard_range, viewed
+from atoll.core.layout import Layout, Piece, difference, dtype_text, shard_range, viewed
 
 Scalar = float | int
 _CHUNK = 1 << 16
@@ -128,7 +126,7 @@ class Tree(Mapping[str, Tensor]):
     def __repr__(self) -> str:
         if self.deleted:
             return "Tree(donated)"
-        return f"Tree({len(self)} tensors, {self.numel} x {str(self.flat.dtype).removeprefix('torch.')}, {self.flat.device})"
+        return f"Tree({len(self)} tensors, {self.numel} x {dtype_text(self.flat.dtype)}, {self.flat.device})"
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies in the tensors' own dtypes, sharing no memory with this Tree."""

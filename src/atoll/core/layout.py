@@ -110,6 +110,11 @@ def _windows(layout: Layout, size: int) -> tuple[Layout, ...]:
     return tuple(_slice(layout, at, min(at + size, layout.numel)) for at in range(0, layout.numel, size))
 
 
+def dtype_text(dtype: torch.dtype) -> str:
+    """Its name without that of torch, as in files and messages."""
+    return str(dtype).removeprefix("torch.")
+
+
 def viewed(piece: Piece, flat: Tensor) -> Tensor:
     """A piece of a buffer: in its tensor's shape if it is whole, else flat."""
     return flat.view(piece.shape) if piece.whole else flat

@@ -12,22 +12,27 @@ from torch import Tensor
 from atoll.core.flat_tree import Tree
 
 
+def items_in(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The items of a container with their names; None of anything else. A Tree is none, but a value."""
+    if isinstance(value, Tree):
+        return None
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, tuple | list):
+        return zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    return None
+
+
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Everything in a nested value that is not itself a container, with its dotted path."""
-    if isinstance(value, Tree):
+    items = items_in(value)
+    if items is None:
         yield path, value
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from leaves(getattr(value, field.name), f"{path}.{field.name}")
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from leaves(item, f"{path}.{name}")
-    elif isinstance(value, tuple | list):
-        names = getattr(value, "_fields", range(len(value)))
-        for name, item in zip(names, value, strict=True):
-            yield from leaves(item, f"{path}.{name}")
     else:
-        yield path, value
+        for name, item in items:
+            yield from leaves(item, f"{path}.{name}")
 
 
 def trees(value: Any) -> Iterator[Tree]:

@@ -9,12 +9,7 @@ from atoll.core.errors import ConfigError
 
 
 def require(module: str, *, extra: str, purpose: str) -> Any:
-    """The module of that name, or a ConfigError that says which extra of atoll brings it.
-
-    >>> require("no_such_library", extra="plot", purpose="plots")
-    Traceback (most recent call last):
-    atoll.core.errors.ConfigError: plots need no_such_library, which cannot be imported ...
-    """
+    """The module of that name, or a ConfigError that says which extra of atoll brings it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

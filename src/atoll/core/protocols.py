@@ -319,7 +319,7 @@ class Plan:
     def __post_init__(self) -> None:
         check_types(self)
         if self.steps < 1:
-            raise ConfigError(f"steps={self.steps}: a round needs at least 1 inner step. Use 1 to push after every step.")
+            raise ConfigError(f"inner_steps={self.steps}: a round needs at least 1 inner step. Use 1 to push after every step.")
         if not self.grace_s >= 0:
             raise ConfigError(
                 f"grace_s={self.grace_s}: a hub can wait for 0 seconds or more. Use 0 to dispatch every worker at once, or inf to "

@@ -14,9 +14,9 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from atoll.core.config.json_records import find_type, type_name
 from atoll.core.config.type_checks import joined, settable
-from atoll.core.errors import AtollError, CheckpointError
+from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree, empty
-from atoll.core.layout import Layout, Piece, difference
+from atoll.core.layout import Layout, Piece, difference, dtype_text
 
 
 @contextmanager
@@ -52,6 +52,12 @@ def replacing(path: Path, error: type[AtollError]) -> Iterator[IO[bytes]]:
         with suppress(OSError):
             unfinished.unlink()
     sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str, error: type[AtollError] = ConfigError) -> None:
+    """Replace a text file in one step; see `replacing`."""
+    with replacing(path, error) as file:
+        file.write(text.encode())
 
 
 def sync_folder(folder: Path) -> None:
@@ -130,7 +136,7 @@ def save_tree(path: str | Path, tree: Tree, metadata: Mapping[str, str] | None =
     metadata = metadata or {}
     if LAYOUT in metadata:
         raise ValueError(f"metadata may not have the key {LAYOUT!r}: the Tree's layout is written under it. Rename yours.")
-    layout = json.dumps({"dtype": _name(tree.flat.dtype), "pieces": layout_to_json(tree.layout)})
+    layout = json.dumps({"dtype": dtype_text(tree.flat.dtype), "pieces": layout_to_json(tree.layout)})
     write_tensors(path, tree.layout.views(tree.flat), {**metadata, LAYOUT: layout})
 
 
@@ -157,7 +163,7 @@ def load_tree(path: str | Path) -> Tree:
 
 def layout_to_json(layout: Layout) -> list[Any]:
     """A Layout as plain lists, for a header or a manifest."""
-    return [[p.name, list(p.shape), _name(p.dtype), p.start, p.count] for p in layout.pieces]
+    return [[p.name, list(p.shape), dtype_text(p.dtype), p.start, p.count] for p in layout.pieces]
 
 
 def layout_from_json(pieces: list[Any]) -> Layout:
@@ -165,10 +171,6 @@ def layout_from_json(pieces: list[Any]) -> Layout:
     return Layout(
         tuple(Piece(str(n), tuple(map(int, shape)), _dtype(d), int(start), int(count)) for n, shape, d, start, count in pieces)
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -255,107 +257,91 @@ def _put(tensor: Tensor, at: str, tensors: dict[str, Tensor]) -> str:
 # --------------------------------------------------------------------------------------------------------------- unpacking
 
 
-def unpack(packed: Packed, like: Any, *, check_layout: bool = True, device: torch.device | str | None = None) -> Any:
-    """The value that was packed. Its tensors have memory of their own.
+def unpack(packed: Packed, like: Any) -> Any:
+    """The value that was packed, also after JSON and a file. Its tensors have memory of their own, on their devices in `like`.
 
-    Args:
-        packed: what `pack` gave, also after JSON and a file.
-        like: a value of the same kind. Where it is None, any value is accepted, and None is accepted everywhere. Lists, tuples
-            and dictionaries may have another length.
-        check_layout: whether Trees must have the layout that they have in `like`. They differ if the number of shards does.
-        device: of tensors for which `like` has none; others are copied to their device in `like`. None leaves them.
-
-    Raises:
-        CheckpointError: the value is of another kind than `like`; the message names the field.
+    `like` is a value of the same kind. Where it is None, any value is accepted, and None is accepted everywhere. Lists, tuples and
+    dictionaries may have another length. Raises CheckpointError, which names the field, if the value is of another kind.
     """
-    return _Unpacker(packed.tensors, check_layout, device).value(packed.structure, like, "")
+    return _unpack(packed.structure, like, "", packed.tensors)
 
 
-@dataclass(frozen=True)
-class _Unpacker:
-    tensors: Mapping[str, Tensor]
-    check_layout: bool
-    device: torch.device | str | None
+def _unpack(node: Any, like: Any, at: str, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(node, dict):
+        return _plain(node, like, at)
 
-    def value(self, node: Any, like: Any, at: str) -> Any:
-        if not isinstance(node, dict):
-            return self._plain(node, like, at)
-        readers: Mapping[Any, Callable[[dict[str, Any], Any, str], Any]] = {
-            "float": lambda node, like, at: self._plain(float(node["value"]), like, at),
-            "tree": self._tree,
-            "tensor": self._tensor,
-            "record": self._record,
-            "tuple": self._items,
-            "list": self._items,
-            "dict": self._dict,
-        }
-        try:
-            return readers[node["kind"]](node, like, at)
-        except (KeyError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"{at or 'the value'} cannot be read: its record in the checkpoint is damaged ({error!r}). Use an older checkpoint."
-            ) from error
+    def inside(item: Any, like: Any, name: str | int) -> Any:
+        return _unpack(item, like, joined(at, name), tensors)
 
-    def _plain(self, node: Any, like: Any, at: str) -> Any:
-        numbers = all(isinstance(side, int | float) and not isinstance(side, bool) for side in (node, like))
-        if node is None or like is None or numbers or type(node) is type(like):
-            return node
-        raise _foreign(at, f"{node!r:.100}", like)
-
-    def _tree(self, node: dict[str, Any], like: Any, at: str) -> Tree:
-        if not isinstance(like, Tree | None):
-            raise _foreign(at, "a Tree", like)
-        layout, flat = layout_from_json(node["pieces"]), self._get(node, None if like is None else like.flat, at)
-        if flat.shape != (layout.numel,):
-            raise CheckpointError(
-                f"{at or 'the value'} has {flat.numel()} numbers in the checkpoint and its layout needs {layout.numel}: "
-                f"one of them was changed after it was saved. Use an older checkpoint."
-            )
-        if like is not None and self.check_layout and layout != like.layout:
-            raise _foreign(at, f"a Tree of another layout ({difference(layout, like.layout)})", like)
-        return Tree(layout, flat)
-
-    def _tensor(self, node: dict[str, Any], like: Any, at: str) -> Tensor:
-        if not isinstance(like, Tensor | None):
-            raise _foreign(at, "a tensor", like)
-        return self._get(node, like, at)
-
-    def _get(self, node: dict[str, Any], like: Tensor | None, at: str) -> Tensor:
-        if node["tensor"] not in self.tensors:
-            raise CheckpointError(
-                f"{at or 'the value'}: the checkpoint lacks the tensor {node['tensor']!r}. Use an older checkpoint."
-            )
-        tensor = self.tensors[node["tensor"]]
-        # Always a copy: tensors read from a file are windows on it, and a Tree's buffer must have no other reader.
-        return tensor.to(like.device if like is not None else self.device or tensor.device, copy=True)
-
-    def _record(self, node: dict[str, Any], like: Any, at: str) -> Any:
-        saved = node["fields"]
-        kind: Any = find_type(node["type"]) if like is None else type(like)
-        names = _field_names(kind)
-        if like is None and names is None:
-            raise CheckpointError(
-                f"{at or 'the value'} is a {node['type']} in the checkpoint, which is not a known record. "
-                f"Import the module that defines it, then resume; or use the version of atoll that saved it."
-            )
-        if names is None:
-            raise _foreign(at, f"a {node['type']}", like)
-        if saved.keys() != set(names):
-            only = ", ".join(joined(at, name) for name in sorted(saved.keys() ^ set(names)))
-            raise _foreign(at, f"a {node['type']} with {', '.join(saved) or 'no fields'} (in one of them only: {only})", like)
-        return kind(**{name: self.value(item, getattr(like, name, None), joined(at, name)) for name, item in saved.items()})
-
-    def _items(self, node: dict[str, Any], like: Any, at: str) -> Any:
-        kind = {"tuple": tuple, "list": list}[node["kind"]]
-        if like is not None and type(like) is not kind:
-            raise _foreign(at, f"a {node['kind']}", like)
+    try:
+        kind = node["kind"]
+        if kind == "float":
+            return _plain(float(node["value"]), like, at)
+        if kind in ("tree", "tensor"):
+            return _unpack_tensor(node, like, at, tensors)
+        if kind == "record":
+            record = _record_type(node, like, at)
+            return record(**{name: inside(item, getattr(like, name, None), name) for name, item in node["fields"].items()})
+        if kind == "dict":
+            if not isinstance(like, dict | None):
+                raise _foreign(at, "a dictionary", like)
+            return {key: inside(item, (like or {}).get(key), key) for key, item in node["items"].items()}
+        sequence = {"tuple": tuple, "list": list}[kind]
+        if like is not None and type(like) is not sequence:
+            raise _foreign(at, f"a {kind}", like)
         likes = [*(like or ()), *[None] * len(node["items"])]
-        return kind(self.value(item, likes[i], joined(at, i)) for i, item in enumerate(node["items"]))
+        return sequence(inside(item, likes[i], i) for i, item in enumerate(node["items"]))
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{at or 'the value'} cannot be read: its record in the checkpoint is damaged ({error!r}). Use an older checkpoint."
+        ) from error
 
-    def _dict(self, node: dict[str, Any], like: Any, at: str) -> Any:
-        if not isinstance(like, dict | None):
-            raise _foreign(at, "a dictionary", like)
-        return {key: self.value(item, (like or {}).get(key), joined(at, key)) for key, item in node["items"].items()}
+
+def _plain(node: Any, like: Any, at: str) -> Any:
+    numbers = all(isinstance(side, int | float) and not isinstance(side, bool) for side in (node, like))
+    if node is None or like is None or numbers or type(node) is type(like):
+        return node
+    raise _foreign(at, f"{node!r:.100}", like)
+
+
+def _unpack_tensor(node: dict[str, Any], like: Any, at: str, tensors: Mapping[str, Tensor]) -> Tree | Tensor:
+    kind, what = (Tree, "a Tree") if node["kind"] == "tree" else (Tensor, "a tensor")
+    if not isinstance(like, kind | None):
+        raise _foreign(at, what, like)
+    if node["tensor"] not in tensors:
+        raise CheckpointError(f"{at or 'the value'}: the checkpoint lacks the tensor {node['tensor']!r}. Use an older checkpoint.")
+    tensor, model = tensors[node["tensor"]], like.flat if isinstance(like, Tree) else like
+    # Always a copy: tensors read from a file are windows on it, and a Tree's buffer must have no other reader.
+    tensor = tensor.to(tensor.device if model is None else model.device, copy=True)
+    if kind is Tensor:
+        return tensor
+    layout = layout_from_json(node["pieces"])
+    if tensor.shape != (layout.numel,):
+        raise CheckpointError(
+            f"{at or 'the value'} has {tensor.numel()} numbers in the checkpoint and its layout needs {layout.numel}: "
+            f"one of them was changed after it was saved. Use an older checkpoint."
+        )
+    if isinstance(like, Tree) and layout != like.layout:
+        raise _foreign(at, f"a Tree of another layout ({difference(layout, like.layout)})", like)
+    return Tree(layout, tensor)
+
+
+def _record_type(node: dict[str, Any], like: Any, at: str) -> Any:
+    """The type of a record, with the fields that were saved."""
+    saved = node["fields"]
+    kind: Any = find_type(node["type"]) if like is None else type(like)
+    names = _field_names(kind)
+    if like is None and names is None:
+        raise CheckpointError(
+            f"{at or 'the value'} is a {node['type']} in the checkpoint, which is not a known record. "
+            f"Import the module that defines it, then resume; or use the version of atoll that saved it."
+        )
+    if names is None:
+        raise _foreign(at, f"a {node['type']}", like)
+    if saved.keys() != set(names):
+        only = ", ".join(joined(at, name) for name in sorted(saved.keys() ^ set(names)))
+        raise _foreign(at, f"a {node['type']} with {', '.join(saved) or 'no fields'} (in one of them only: {only})", like)
+    return kind
 
 
 def _foreign(at: str, saved: str, like: Any) -> CheckpointError:

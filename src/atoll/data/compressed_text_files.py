@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -136,10 +138,17 @@ def decode_utf8(path: Path, data: bytes, at: int = 0) -> str:
         ) from error
 
 
-def visible_files(folder: Path) -> list[Path]:
-    """The files under a folder, except hidden ones and those in hidden folders."""
-    return [path for path in folder.rglob("*") if path.is_file() and not is_hidden(path.relative_to(folder))]
-
-
-def is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def find_files(path: str, suffixes: Sequence[str] = ()) -> tuple[Path, list[Path]]:
+    """The folder that names are relative to, and the files of a path in order: one file, those in a folder, or those that a glob
+    matches and those in folders that it matches. Folders are read recursively without hidden files. Of the files in folders only
+    those with one of these suffixes count; none: all."""
+    target = Path(path).expanduser()
+    if target.is_file():
+        return target.parent, [target]
+    root, matches = target, [target]
+    if not target.is_dir():
+        root = Path(*takewhile(lambda part: not glob.has_magic(part), target.parts[:-1]))
+        matches = [Path(match) for match in glob.glob(str(target), recursive=True)]
+    inside = {file for match in matches for file in match.rglob("*") if not suffixes or uncompressed_suffix(file) in suffixes}
+    files = (file for file in {*inside, *matches} if file.is_file())
+    return root, sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(root).parts))

@@ -10,10 +10,6 @@ generated when this Python was built. Another version of Python is another text.
 
 A folder of `files:` is read recursively without hidden files; its sub-folders are the domains. A glob is read in the same way, from
 its last folder without a wildcard on. A text file is one document, or several that each end with a line `<|endoftext|>`.
-
->>> corpus = open_corpus("stdlib", limit_bytes=20_000)
->>> sum(len(document.text.encode()) for document in corpus) <= 20_000
-True
 """
 
 from __future__ import annotations
@@ -28,21 +24,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.data.compressed_text_files import (
-    decode_utf8,
-    is_hidden,
-    open_file,
-    read_json_lines,
-    text_field,
-    uncompressed_suffix,
-    visible_files,
-)
+from atoll.data.compressed_text_files import decode_utf8, find_files, open_file, read_json_lines, text_field, uncompressed_suffix
 
 END_OF_TEXT = "<|endoftext|>"
 """Ends a document where it stands alone on a line of a text file. Tokenizers have an id for it, which separates documents."""
@@ -70,21 +57,19 @@ class Corpus:
 
     def __iter__(self) -> Iterator[Document]:
         empty = True
-        for document in self._all() if self.limit_bytes is None else self._limited(self.limit_bytes):
+        for document in self._documents():
             yield document
             empty = False
         if empty:
             raise DataError(f"{self.spec} holds no text: all of its documents are empty. Check that the spec names the right text.")
 
-    def _all(self) -> Iterator[Document]:
-        for read in self.domains.values():
-            yield from _with_text(read())
-
-    def _limited(self, limit_bytes: int) -> Iterator[Document]:
-        for read, sizes in zip(self.domains.values(), self._allotted_bytes(limit_bytes), strict=True):
-            for document, size in zip(_with_text(read()), sizes, strict=False):
-                if size:
-                    yield _truncate(document, size)[0]
+    def _documents(self) -> Iterator[Document]:
+        allotted = None if self.limit_bytes is None else self._allotted_bytes(self.limit_bytes)
+        for number, read in enumerate(self.domains.values()):
+            documents = _with_text(read())
+            if allotted is not None:
+                documents = (_truncate(d, size)[0] for d, size in zip(documents, allotted[number], strict=False) if size)
+            yield from documents
 
     def _allotted_bytes(self, limit_bytes: int) -> list[list[int]]:
         """For each domain, how many bytes of each document to yield."""
@@ -221,34 +206,20 @@ def files_corpus(given: str) -> Corpus:
     # A '#' may also be part of a file's name.
     path, _, field = (given, "", "") if Path(given).exists() else given.partition("#")
     spec = f"files:{given}"
-    root, paths = _find_files(path, spec)
+    if not path:
+        raise DataError(f"{spec} names no file. Give a file, a glob or a folder: files:PATH.")
+    root, paths = find_files(path)
+    target = Path(path).expanduser()
+    if not paths and not glob.has_magic(path) and not target.exists():
+        raise DataError(f"{spec}: there is no file or folder {target}. Check the path; it is relative to {Path.cwd()}.")
+    if not paths:
+        raise DataError(f"{spec}: nothing was found there. Give a file, a folder with files in it, or a glob that matches some.")
     by_domain: dict[str, list[Path]] = defaultdict(list)
     for found in paths:
         inside = found.relative_to(root)
         by_domain[inside.parts[0] if len(inside.parts) > 1 else root.resolve().name].append(found)
     read = partial(_read_documents, root, field or "text")
     return Corpus(spec=spec, domains={name: partial(read, name, by_domain[name]) for name in sorted(by_domain)})
-
-
-def _find_files(path: str, spec: str) -> tuple[Path, list[Path]]:
-    """The folder whose sub-folders are domains, and the files in the order of their paths."""
-    target = Path(path).expanduser()
-    if not path:
-        raise DataError(f"{spec} names no file. Give a file, a glob or a folder: files:PATH.")
-    if target.is_file():
-        return target.parent, [target]
-    if target.is_dir():
-        root, paths = target, visible_files(target)
-    elif glob.has_magic(path):
-        root = Path(*takewhile(lambda part: not glob.has_magic(part), target.parts[:-1]))
-        matches = sorted(map(Path, glob.glob(str(target), recursive=True)))
-        paths = [found for match in matches for found in ([match] if match.is_file() else match.rglob("*"))]
-        paths = [found for found in paths if found.is_file() and not is_hidden(found.relative_to(root))]
-    else:
-        raise DataError(f"{spec}: there is no file or folder {target}. Check the path; it is relative to {Path.cwd()}.")
-    if not paths:
-        raise DataError(f"{spec}: nothing was found there. Give a file, a folder with files in it, or a glob that matches some.")
-    return root, sorted(set(paths))
 
 
 def _read_documents(root: Path, field: str, domain: str, paths: list[Path]) -> Iterator[Document]:
@@ -295,13 +266,7 @@ _LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "c
 
 @dataclass(frozen=True, kw_only=True)
 class HubSpec:
-    """The parts of an `hf:` spec.
-
-    >>> HubSpec.parse("allenai/c4@en:validation#text")
-    HubSpec(name='allenai/c4', configuration='en', split='validation', field='text')
-    >>> HubSpec.parse("my/folder")
-    HubSpec(name='my/folder', configuration=None, split='train', field='text')
-    """
+    """The parts of an `hf:` spec."""
 
     name: str
     configuration: str | None = None

@@ -3,17 +3,11 @@
 It is a mixture of mixtures of Gaussians. Each class has several clusters; each cluster has a centre of length 1 and the same number
 of points. Points lie in the order of their clusters, clusters in the order of their classes. Shards are random samples of all
 points. A model is evaluated on points that it also trains on.
-
->>> data = Gaussians.small().load().open(num_shards=4, batch_size=32, seed=0)
->>> inputs, labels = data.train.batch(shard=3, position=0)
->>> inputs.shape, labels.shape
-(torch.Size([32, 512]), torch.Size([32]))
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,29 +117,24 @@ class LoadedGaussians:
         if evaluated < count:
             chosen = keyed_random("evaluation", self.settings.seed).permutation(count)[:evaluated]
         return OpenedData(
-            train=GaussianBatches(self.inputs, self.labels, shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches),
+            train=GaussianBatches((self.inputs, self.labels), shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches),
             validation=(self.inputs[chosen], self.labels[chosen]),
         )
 
 
-class GaussianBatches(ShuffledShards):
+class GaussianBatches(ShuffledShards[LabelledBatch]):
     """Batches of points from shards; implements `atoll.core.protocols.Batches`."""
-
-    def __init__(
-        self, inputs: Tensor, labels: Tensor, shards: Sequence[Indices], *, batch_size: int, seed: int, skip_batches: int = 0
-    ) -> None:
-        super().__init__(shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches)
-        self._inputs, self._labels = inputs, labels
 
     def fingerprint(self) -> str:
         """A digest of a sample of the points, the shards and their order: equal for readers of the same batches."""
-        sample = self._inputs[:: max(1, len(self._inputs) // _FINGERPRINT_ROWS)].contiguous()
-        what = f"{tuple(self._inputs.shape)}/{self.batch_size}/{self._seed}".encode()
-        return self._fingerprint(what, sample.numpy().tobytes(), self._labels.numpy().tobytes())
+        inputs, labels = self._examples
+        sample = inputs[:: max(1, len(inputs) // _FINGERPRINT_ROWS)].contiguous()
+        what = f"{tuple(inputs.shape)}/{self.batch_size}/{self._seed}".encode()
+        return self._fingerprint(what, sample.numpy().tobytes(), labels.numpy().tobytes())
 
     def batch(self, shard: int, position: int) -> LabelledBatch:
-        chosen = torch.from_numpy(self.indices(shard, position))
-        return self._inputs[chosen], self._labels[chosen]
+        (inputs, labels), chosen = self._examples, torch.from_numpy(self.indices(shard, position))
+        return inputs[chosen], labels[chosen]
 
     def tokens(self, batch: LabelledBatch) -> int:
         """How many points the batch has."""

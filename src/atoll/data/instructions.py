@@ -1,26 +1,15 @@
 """Instructions: prompts and answers to fine-tune a pretrained model on, as one spec, which opens to padded batches.
 
-Records are JSON objects in one of three forms. Other fields are ignored. A record with the fields of two forms has the later one:
-
-    {"text": "..."}                                          plain text: all of it is the answer
-    {"prompt": "...", "completion": "..."}                   concatenated as they are
-    {"instruction": "...", "input": "...", "output": "..."}  Alpaca's; `input` may be empty or missing
-
-A `.jsonl` file has one object on each line, a `.json` file one array of them. Both may be compressed (.xz, .gz, .zst).
+Records are JSON objects in one of three forms, which docs/finetuning.md describes. Other fields are ignored. A record with the
+fields of two forms has the later one: {"text"}; {"prompt", "completion"}; {"instruction", "input", "output"}.
 
 The model's own tokenizer encodes prompt and answer as one text and appends the end of text. The answer begins at the first id in
 which that text differs from the prompt alone, so a token that spans both belongs to the answer. A batch is padded to its longest
 example. The loss is a mean over the target positions of a batch, which `tokens` counts.
-
->>> parse_record({"instruction": "Name an atoll.", "output": "Bikini."}).prompt.splitlines()[-1]
-'### Response:'
->>> Instructions(path="alpaca.jsonl", learn="answer").max_len
-512
 """
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -35,10 +24,10 @@ from torch import Tensor
 from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.data.compressed_text_files import parse_json, read_json_lines, read_text, text_field, uncompressed_suffix, visible_files
+from atoll.data.compressed_text_files import find_files, parse_json, read_json_lines, read_text, text_field, uncompressed_suffix
 from atoll.data.document_sources import Document
 from atoll.data.holdout_split import TRAIN, check_fraction, plan_split
-from atoll.data.shuffled_epochs import Indices, OpenedData, ShuffledShards, check_shards_setting, random_shards
+from atoll.data.shuffled_epochs import OpenedData, ShuffledShards, check_shards_setting, random_shards
 
 PaddedBatch = dict[str, Tensor]
 """`input_ids`, `attention_mask` and `labels`, all (examples, longest), int64; see `EncodedRecords.padded`."""
@@ -160,14 +149,8 @@ class LoadedInstructions:
         )
 
 
-class PaddedBatches(ShuffledShards):
+class PaddedBatches(ShuffledShards["EncodedRecords"]):
     """Padded batches from shards of examples; implements `atoll.core.protocols.Batches`."""
-
-    def __init__(
-        self, examples: EncodedRecords, shards: Sequence[Indices], *, batch_size: int, seed: int, skip_batches: int = 0
-    ) -> None:
-        super().__init__(shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches)
-        self._examples = examples
 
     def fingerprint(self) -> str:
         """A digest of the examples, the shards and their order: equal for readers of the same batches."""
@@ -230,21 +213,14 @@ def _alpaca_prompt(instruction: str, context: str) -> str:
 
 def _find_record_files(path: str, setting: str) -> list[tuple[str, Path]]:
     """The files, each with a name that does not depend on where their folder lies."""
-    target = Path(path).expanduser()
-    if target.is_file():
-        return [(target.name, target)]
-    if target.is_dir():
-        files = [file for file in visible_files(target) if uncompressed_suffix(file) in _SUFFIXES]
-        found = sorted((file.relative_to(target).as_posix(), file) for file in files)
-    else:
-        matches = map(Path, glob.glob(str(target), recursive=True))
-        found = sorted((file.name, file) for file in matches if file.is_file())
-    if not found:
+    root, files = find_files(path, _SUFFIXES)
+    if not files:
         raise DataError(
             f"{setting}={path!r}: there is no {' or '.join(_SUFFIXES)} file (the path is relative to {Path.cwd()}). Give a file, "
             f"a folder with such files, or a glob that matches some."
         )
-    return found
+    is_folder = Path(path).expanduser().is_dir()
+    return sorted((file.relative_to(root).as_posix() if is_folder else file.name, file) for file in files)
 
 
 def _read_json_values(path: Path) -> Iterator[tuple[int, Any]]:

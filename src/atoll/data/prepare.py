@@ -20,7 +20,7 @@ from typing import Any
 
 from atoll.core.errors import DataError
 from atoll.core.events import Progress
-from atoll.core.serialization import replacing
+from atoll.core.serialization import write_text
 from atoll.data.document_sources import Corpus, Document, open_corpus
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, SplitPlanner, split_documents
 from atoll.data.token_store import Tokens, TokenWriter, encode_documents, open_token_file, token_writer
@@ -76,11 +76,16 @@ def prepare(preparation: Preparation, out: str | Path, progress: ReportProgress 
             documents = _report(source, "encode", text_bytes, progress)
             sides = _write_tokens(staging, split_documents(documents, split, validation), tokenizer)
             if isinstance(tokenizer, BPETokenizer):
-                _write(staging / "tokenizer.json", tokenizer.text)
+                write_text(staging / "tokenizer.json", tokenizer.text, DataError)
             found = {"vocab_size": tokenizer.vocab_size, "tokenizer_digest": tokenizer.digest, "text_bytes": text_bytes}
             meta = {"version": META_VERSION, **asdict(preparation), **found, **sides}
-            _write(staging / "meta.json", json.dumps(meta, indent=2) + "\n")
-            _install(staging, out)
+            write_text(staging / "meta.json", json.dumps(meta, indent=2) + "\n", DataError)
+            # No meta.json is there while files of two preparations are.
+            for name in ("meta.json", "tokenizer.json"):
+                (out / name).unlink(missing_ok=True)
+            for name in (*FILES, "tokenizer.json", "meta.json"):
+                if (staging / name).exists():
+                    os.replace(staging / name, out / name)
     except OSError as error:
         raise DataError(
             f"could not write to {out}: {error.strerror or error}. Make room there, or choose another folder."
@@ -161,15 +166,6 @@ def _write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], token
     } | {"domains": list(writers[TRAIN].index.domains)}
 
 
-def _install(staging: Path, out: Path) -> None:
-    """Move the new files in. No meta.json is there while files of two preparations are."""
-    (out / "meta.json").unlink(missing_ok=True)
-    (out / "tokenizer.json").unlink(missing_ok=True)
-    for name in (*FILES, "tokenizer.json", "meta.json"):
-        if (staging / name).exists():
-            os.replace(staging / name, out / name)
-
-
 def _report(documents: Iterable[Document], phase: str, total: int, progress: ReportProgress) -> Iterator[Document]:
     """Pass documents on and report progress after each MiB of text."""
     done = reported = 0
@@ -180,11 +176,6 @@ def _report(documents: Iterable[Document], phase: str, total: int, progress: Rep
             reported = done
             progress(Progress(phase=phase, done=done, total=total, note=document.domain))
     progress(Progress(phase=phase, done=done, total=total or done))
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path, DataError) as file:
-        file.write(text.encode())
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

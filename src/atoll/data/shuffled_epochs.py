@@ -19,6 +19,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.layout import shard_range
 
 Indices = NDArray[np.int64]
+ExamplesT = TypeVar("ExamplesT")
 TrainT = TypeVar("TrainT")
 ValidationT = TypeVar("ValidationT")
 _CACHED_EPOCHS = 3  # per shard: readers of one shard are seldom further apart
@@ -42,22 +43,25 @@ class OpenedData(NamedTuple, Generic[TrainT, ValidationT]):
     validation: ValidationT
 
 
-class ShuffledShards:
+class ShuffledShards(Generic[ExamplesT]):
     """The order of examples in each shard. Subclasses read batches of these examples.
 
     Args:
+        examples: what batches are read from, by index.
         shards: the indices of each shard's examples.
         batch_size: examples per batch.
         seed: of the permutations.
         skip_batches: batches of each shard that were read before. Position 0 comes after them.
     """
 
-    def __init__(self, shards: Sequence[NDArray[Any]], *, batch_size: int, seed: int, skip_batches: int = 0) -> None:
+    def __init__(
+        self, examples: ExamplesT, shards: Sequence[NDArray[Any]], *, batch_size: int, seed: int, skip_batches: int = 0
+    ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
         self.batch_size = batch_size
         self._shard_digests = [blake2b(shard.astype("<i8").tobytes(), digest_size=16).hexdigest() for shard in shards]
-        self._shards = list(shards)
+        self._examples, self._shards = examples, list(shards)
         self._seed, self._skip_batches = seed, skip_batches
         self._orders: list[dict[int, NDArray[Any]]] = [{} for _ in shards]
         self._lock = Lock()

@@ -1,10 +1,4 @@
-"""Text: the corpus, tokenizer and partition of a run as one spec, which opens to batches of tokens.
-
->>> text = Text(corpus="stdlib", limit_bytes=100_000, seq_len=32)
->>> data = text.load().open(num_shards=4, batch_size=8, seed=0)
->>> data.train.batch(shard=3, position=0).shape
-torch.Size([8, 33])
-"""
+"""Text: the corpus, tokenizer and partition of a run as one spec, which opens to batches of tokens."""
 
 from __future__ import annotations
 

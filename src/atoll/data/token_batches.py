@@ -67,7 +67,7 @@ def _copy_to(device: str, numbers: NDArray[np.int64]) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor
 
 
-class TokenBatches(ShuffledShards):
+class TokenBatches(ShuffledShards[TokenExamples]):
     """Batches of tokens from shards of examples; implements `atoll.core.protocols.Batches` and `ReadsAhead`."""
 
     def __init__(
@@ -76,8 +76,8 @@ class TokenBatches(ShuffledShards):
         # uint32 takes half the memory. Sorted, so that the order of a shard does not depend on how the partition listed it.
         dtype = np.uint32 if examples.count <= 1 << 32 else np.int64
         sorted_shards = [np.sort(shard).astype(dtype) for shard in shards]
-        super().__init__(sorted_shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches)
-        self.seq_len, self._examples = examples.seq_len, examples
+        super().__init__(examples, sorted_shards, batch_size=batch_size, seed=seed, skip_batches=skip_batches)
+        self.seq_len = examples.seq_len
 
     def fingerprint(self) -> str:
         """A digest of a sample of the tokens, the shards and their order: equal for readers of the same batches."""

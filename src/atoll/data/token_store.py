@@ -6,7 +6,8 @@ Each document ends with the tokenizer's end-of-text id, if the tokenizer has one
     tokens      uint16 or uint32, all documents one after the other
     index       the start of each document (int64), the domain of each (int32), then the names of the domains (JSON)
 
-All numbers are little-endian. Opening a file checks the header and the index; `verify_token_file` also reads and checks the tokens.
+All numbers are little-endian. Opening a file checks the header and the index. It does not read the tokens, whose
+checksum is in the header.
 """
 
 from __future__ import annotations
@@ -234,13 +235,6 @@ def open_token_file(path: str | Path, tokenizer_digest: str | None = None) -> To
         domain_ids=np.frombuffer(index, dtype="<i4", count=count, offset=8 * count),
         domains=tuple(json.loads(index[12 * count :])),
     )
-
-
-def verify_token_file(path: str | Path) -> None:
-    """Read all tokens and compare them with their checksum; DataError if they differ."""
-    header, _ = _read_header_and_index(Path(path))
-    if _checksum(open_token_file(path).ids.data) != header.tokens_checksum:
-        raise DataError(f"{path} is damaged: its tokens do not match their checksum. {_REMEDY}")
 
 
 def _read_header_and_index(path: Path) -> tuple[TokenFileHeader, bytes]:

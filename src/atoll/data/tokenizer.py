@@ -3,12 +3,6 @@
 The id `end_of_text` separates documents; encoding a text never gives it. Decoding turns invalid UTF-8 into the replacement
 character. Equal digests mean equal ids for every text. Token files store the digest, so tokens are never read with a tokenizer
 other than the one that wrote them.
-
->>> tokenizer = ByteTokenizer()
->>> tokenizer.encode("né").tolist()
-[110, 195, 169]
->>> tokenizer.decode([110, 195, 169, 256])
-'né<|endoftext|>'
 """
 
 from __future__ import annotations

@@ -13,22 +13,8 @@ from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch
+from atoll.core import events as ev
 from atoll.core.errors import ConfigError, TrainingDiverged
-from atoll.core.events import (
-    Arrived,
-    Compared,
-    Computed,
-    Dispatched,
-    Evaluated,
-    Event,
-    Exchanged,
-    Refused,
-    Returned,
-    RoundFinished,
-    RunFinished,
-    UpdateSkipped,
-    WindowClosed,
-)
 from atoll.core.protocols import Sink
 from atoll.engines.async_hub import Applied, AsyncHub, Refusal
 
@@ -36,6 +22,36 @@ MAX_SKIPPED = 20
 """Updates skipped in a row that end a run."""
 MAX_REFUSALS = 3
 """Updates of one worker refused in a row that end a run."""
+
+
+def count_in_a_row(before: int, skipped: bool, where: str = "", why: str = "") -> int:
+    """How many updates were skipped in a row, now that one more was skipped or not. Raises TrainingDiverged at `MAX_SKIPPED`."""
+    if skipped and before + 1 == MAX_SKIPPED:
+        why = why or "gradients were not finite, or empty. Look at the data, or lower the learning rate."
+        raise TrainingDiverged(f"{MAX_SKIPPED} updates in a row were skipped{where}: {why}")
+    return before + 1 if skipped else 0
+
+
+def diverged_loss(loss: float, where: str) -> TrainingDiverged:
+    return TrainingDiverged(
+        f"the loss is {loss} on {where}. The run stops; checkpoints from before this round are valid. Lower the learning rate, set "
+        f"train.clip_norm, or look at this island's data."
+    )
+
+
+def diverged_hub(arrivals: int) -> TrainingDiverged:
+    return TrainingDiverged(
+        f"the hub's weights are no longer finite after {arrivals} arrivals, though every delta was. The run stops; its checkpoints "
+        f"are valid. Lower the outer learning rate, or the weight of each arrival."
+    )
+
+
+def diverged_weights(round: int, inputs: str = "loss") -> TrainingDiverged:
+    """The weights after a round are not finite, though every input of the update was."""
+    return TrainingDiverged(
+        f"the global weights are no longer finite after round {round}, though every {inputs} was. The run stops; checkpoints from "
+        f"before this round are valid. Lower the learning rates, the outer one too, or set train.clip_norm."
+    )
 
 
 class ComputeSpan(NamedTuple):
@@ -127,13 +143,13 @@ class RunAccounting:
         heard: Sequence[bool] | None = None,
         background: bool = False,
         inside: int | None = None,
-    ) -> Exchanged:
+    ) -> ev.Exchanged:
         """Accounts one exchange between islands, or between the devices of island `inside`. All take part unless `heard` says
         otherwise."""
         ledgers = [self.ledgers[island] for island in islands] if inside is None else self.device_ledgers[inside]
         for ledger, payload, control in zip(ledgers, sent_bytes, control_bytes, strict=True):
             ledger.add_bytes(payload, control)
-        return Exchanged(
+        return ev.Exchanged(
             round=self.totals.round,
             what=what,
             islands=list(islands),
@@ -148,12 +164,12 @@ class RunAccounting:
             inside=inside,
         )
 
-    def compared(self, products: Sequence[Sequence[float]], mean_norm: float) -> Compared:
+    def compared(self, products: Sequence[Sequence[float]], mean_norm: float) -> ev.Compared:
         """Norms and cosines of the contributions to a mean, from the matrix of their inner products."""
         norms = [math.sqrt(row[i]) for i, row in enumerate(products)]
         pairs = [(i, j) for i, j in combinations(range(len(norms)), 2) if 0 < norms[i] < math.inf and 0 < norms[j] < math.inf]
         cosines = [products[i][j] / (norms[i] * norms[j]) for i, j in pairs]
-        return Compared(
+        return ev.Compared(
             round=self.totals.round,
             norms=norms,
             mean_norm=mean_norm,
@@ -161,25 +177,23 @@ class RunAccounting:
             cosine_std=pstdev(cosines) if cosines else None,
         )
 
-    def computed(self, island: int, span: ComputeSpan, round: int | None = None, device: int | None = None) -> Computed:
+    def computed(self, island: int, span: ComputeSpan, round: int | None = None, device: int | None = None) -> ev.Computed:
         """Accounts a compute span of an island, or of one of its devices, in the present round unless another is given. Raises
         TrainingDiverged if a loss is not finite and the island has updated its weights with it. A gradient may still be skipped."""
         round = self.totals.round if round is None else round
         for step, loss in enumerate(span.losses):
             if not math.isfinite(loss):
                 where = f"at inner step {self.totals.steps + step}" if device is None else f"on its device {device}"
-                self.divergence = (
-                    f"the loss is {loss} on island {island} in round {round}, {where}. The run stops; checkpoints from before this "
-                    f"round are valid. Lower the learning rate, set train.clip_norm, or look at this island's data."
-                )
+                diverged = diverged_loss(loss, f"island {island} in round {round}, {where}")
+                self.divergence = str(diverged)
                 if span.moved:
-                    raise TrainingDiverged(self.divergence)
+                    raise diverged
         self.ledgers[island].computed_s += (span.end_s - span.start_s) / (1 if device is None else len(self.device_ledgers[island]))
         if device is not None:
             self.device_ledgers[island][device].computed_s += span.end_s - span.start_s
         self.totals.local_updates += span.steps
         self._losses.append(span.loss)
-        return Computed(
+        return ev.Computed(
             island=island,
             round=round,
             start_s=span.start_s,
@@ -191,32 +205,28 @@ class RunAccounting:
             device=device,
         )
 
-    def count_skipped(self, event: UpdateSkipped | None, in_a_row: int, sink: Sink) -> int:
-        """Reports the skipped update, if there is one, and returns how many were skipped in a row. Raises TrainingDiverged if
-        `MAX_SKIPPED` were."""
+    def count_skipped(self, event: ev.UpdateSkipped | None, in_a_row: int, sink: Sink) -> int:
+        """Reports the skipped update, if there is one, and returns `count_in_a_row`."""
         if event is None:
             self.divergence = ""  # the skipped gradients did no harm
             return 0
         sink.emit(event)
-        if in_a_row + 1 == MAX_SKIPPED:
-            where = "" if event.inside is None else f" inside island {event.inside}"
-            why = self.divergence or "gradients were not finite, or empty. Look at the data, or lower the learning rate."
-            raise TrainingDiverged(f"{MAX_SKIPPED} updates in a row were skipped{where}: {why}")
-        return in_a_row + 1
+        where = "" if event.inside is None else f" inside island {event.inside}"
+        return count_in_a_row(in_a_row, skipped=True, where=where, why=self.divergence)
 
     # ---------------------------------------------------------------------------------------------------------- after a round
 
-    def round_finished(self, steps: int, islands: int, time_s: float) -> RoundFinished:
+    def round_finished(self, steps: int, islands: int, time_s: float) -> ev.RoundFinished:
         """Ends a round of this many present islands, after which the run has taken `steps` steps."""
         self.totals.steps = steps
         self.totals.round += 1
         loss = fmean(self._losses) if self._losses else math.nan
         self._losses = []
-        return RoundFinished(round=self.totals.round, islands=islands, loss=loss, **self._figures(time_s))
+        return ev.RoundFinished(round=self.totals.round, islands=islands, loss=loss, **self._figures(time_s))
 
     def update_applied(
         self, applied: Applied, spans: Iterable[ComputeSpan], *, pushed_s: float, sent_bytes: int, workers: int
-    ) -> Iterator[Event]:
+    ) -> Iterator[ev.Event]:
         """Accounts the hub step that ends a worker's round. Steps of the run are local updates over the planned islands."""
         dispatch = applied.dispatch
         for span in spans:
@@ -224,7 +234,7 @@ class RunAccounting:
             self.totals.tokens += span.tokens * applied.counted
         self.totals.version = applied.version
         self.totals.outer_steps += applied.moved
-        yield Arrived(
+        yield ev.Arrived(
             **_worker_round(dispatch),
             window=applied.window,
             pushed_s=pushed_s,
@@ -237,9 +247,9 @@ class RunAccounting:
         )
         yield self.round_finished(self.totals.local_updates // self._planned, workers, applied.time_s)
 
-    def evaluation_due(self, time_s: float) -> Evaluated:
+    def evaluation_due(self, time_s: float) -> ev.Evaluated:
         """The evaluation of the present weights, before its metrics are known."""
-        return Evaluated(round=self.totals.round, metrics={}, **self._figures(time_s))
+        return ev.Evaluated(round=self.totals.round, metrics={}, **self._figures(time_s))
 
     def set_metrics(self, metrics: Mapping[str, float]) -> None:
         """Records the metrics of the last evaluation."""
@@ -247,14 +257,14 @@ class RunAccounting:
             raise ConfigError(f"Workload.evaluate returned {sorted(metrics)}: it must have at least `loss`. Add it to the mapping.")
         self.totals.metrics = {name: float(value) for name, value in metrics.items()}
 
-    def evaluated(self, metrics: Mapping[str, float], time_s: float) -> Evaluated:
+    def evaluated(self, metrics: Mapping[str, float], time_s: float) -> ev.Evaluated:
         """Records an evaluation of the present weights."""
         self.set_metrics(metrics)
         return replace(self.evaluation_due(time_s), metrics=self.totals.metrics)
 
-    def finished(self, time_s: float, warm_start_tokens: int, digest: str) -> RunFinished:
+    def finished(self, time_s: float, warm_start_tokens: int, digest: str) -> ev.RunFinished:
         """The event of the end of the run."""
-        return RunFinished(
+        return ev.RunFinished(
             rounds=self.totals.round,
             outer_steps=self.totals.outer_steps,
             warm_start_tokens=warm_start_tokens,
@@ -301,8 +311,8 @@ class RunAccounting:
 
     # ------------------------------------------------------------------------------------------------------------------ a hub
 
-    def dispatched(self, dispatch: Dispatch, begin_s: float, sent_bytes: int, *, devices: int = 1) -> Dispatched:
-        return Dispatched(
+    def dispatched(self, dispatch: Dispatch, begin_s: float, sent_bytes: int, *, devices: int = 1) -> ev.Dispatched:
+        return ev.Dispatched(
             **_worker_round(dispatch),
             version=dispatch.version,
             start=dispatch.work.start,
@@ -313,16 +323,16 @@ class RunAccounting:
             **self._clock_fields(dispatch.time_s),
         )
 
-    def hub_event(self, outcome: ClosedWindow | AbandonedRound | Refusal) -> Event:
+    def hub_event(self, outcome: ClosedWindow | AbandonedRound | Refusal) -> ev.Event:
         """The event of an outcome that is neither a dispatch nor a hub step."""
         times = self._clock_fields(outcome.time_s)
         match outcome:
             case ClosedWindow(window=window, workers=workers, opened_s=opened_s, idle_s=idle_s):
-                return WindowClosed(window=window, islands=list(workers), opened_s=opened_s, idle_s=list(idle_s), **times)
+                return ev.WindowClosed(window=window, islands=list(workers), opened_s=opened_s, idle_s=list(idle_s), **times)
             case AbandonedRound(dispatch=dispatch):
-                return Returned(**_worker_round(dispatch), **times)
+                return ev.Returned(**_worker_round(dispatch), **times)
             case Refusal(worker=worker, round=round, reason=reason):
-                return Refused(island=worker, round=round, reason=reason, **times)
+                return ev.Refused(island=worker, round=round, reason=reason, **times)
 
     def hub_parts(self, hub: AsyncHub, buffers: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
         """The parts of a checkpoint of a hub, this accounting, the buffers of the last arrival, and what the engine adds."""

@@ -1,15 +1,14 @@
 """The hub: the scheduler together with the weights that it dispatches. A parameter server without sockets and without a clock.
 
-The hub applies an update when it is pushed, before it dispatches workers again. It refuses an update from an unknown worker, of a
-round that is over (delivered twice, or abandoned), of another layout, or not finite. A refused update changes no weight: the
-scheduler abandons its round and dispatches the worker again.
+The hub applies an update when it is pushed, before it dispatches workers again. A refused update changes no weight: the scheduler
+abandons its round and dispatches the worker again, unless the run is done.
 
 >>> import torch
 >>> from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 >>> from atoll.optim.sgd import SGD
 >>> weights = Tree.of({"w": torch.ones(2)})
 >>> hub = AsyncHub(AsyncLocalSGD(inner_steps=3, outer=SGD(lr=1.0)), weights, examples=[10], updates=6, draw=lambda round: 0.0)
->>> [first] = hub.join(0, now_s=0.0)
+>>> [first] = hub.join_all({0: None}, now_s=0.0)
 >>> first.steps, first.work.start
 (3, 0)
 >>> applied, closed, second = hub.push(Push(0, first.round, weights * 0.5), now_s=1.5, next_s=None)
@@ -67,15 +66,8 @@ Outcome = Applied | Refusal | Dispatch | ClosedWindow | AbandonedRound
 
 
 class AsyncHub:
-    """The state machine with its weights. Each event carries the time, and the hub returns its decisions in order.
-
-    Args:
-        algorithm: computes the hub's steps.
-        params: the initial weights. They are donated: their buffer returns to the pool when no worker reads them any more.
-        examples: of each shard.
-        updates: local updates after which it dispatches no worker any more.
-        draw: for each round a number in [0, 1); see `Scheduler`.
-    """
+    """A `Scheduler` with the weights that it dispatches, which the algorithm steps. The initial weights are donated: their buffer
+    returns to the pool when no worker reads them any more."""
 
     def __init__(
         self, algorithm: AsyncAlgorithm[Any], params: Tree, *, examples: Sequence[int], updates: int, draw: Callable[[int], float]
@@ -103,12 +95,9 @@ class AsyncHub:
 
     # ------------------------------------------------------------------------------------------------------------- events
 
-    def join(self, worker: int, now_s: float, speed: float | None = None) -> list[Outcome]:
-        """A worker joins. The hub dispatches it from the present weights, whether a window is open or not."""
-        return self.join_all({worker: speed}, now_s)
-
     def join_all(self, speeds: Mapping[int, float | None], now_s: float) -> list[Outcome]:
-        """Several workers join, with their speeds in steps per second where the driver knows them."""
+        """Workers join, with their speeds in steps per second where the driver knows them. The hub dispatches them from the present
+        weights, whether a window is open or not."""
         return self._lease_weights(self.scheduler.join_all(speeds, now_s, self.version))
 
     def leave(self, worker: int, now_s: float, next_s: float | None = None) -> list[Outcome]:
@@ -133,7 +122,9 @@ class AsyncHub:
         dispatch = self.scheduler.open_dispatch(push.worker, push.round)
         reason, norm = self._check(push, dispatch)
         if reason is not None or dispatch is None:
-            return self._refuse(push, now_s, reason or "", dispatch)
+            again = dispatch is not None and not self.done
+            refusal = Refusal(push.worker, push.round, now_s, reason or "", known=again)
+            return [refusal, *(self.give_up(push.worker, now_s) if again else [])]
         before = self.tick(now_s, now_s)  # a window past its deadline dispatches its workers with the weights before this update
         staleness = self.version - dispatch.version
         arrival = Arrival(push.delta, self._dispatched.leased[push.worker], staleness, len(self.scheduler.workers))
@@ -162,12 +153,6 @@ class AsyncHub:
         norm = push.delta.rough_norm()
         return (None if math.isfinite(norm) else f"its delta is not finite (norm {norm})"), norm
 
-    def _refuse(self, push: Push, now_s: float, reason: str, dispatch: Dispatch | None) -> list[Outcome]:
-        """The update changes nothing; the hub dispatches its worker again, unless the run is done."""
-        again = dispatch is not None and not self.done
-        refusal = Refusal(push.worker, push.round, now_s, reason, again)
-        return [refusal, *(self.give_up(push.worker, now_s) if again else [])]
-
     def _lease_weights(self, decisions: Sequence[Decision]) -> list[Outcome]:
         """Leases the present weights to workers that are dispatched now."""
         for decision in decisions:
@@ -189,14 +174,14 @@ class AsyncHub:
 
     def to_parts(self) -> dict[str, Any]:
         """All of its state: the algorithm's, the weights that workers were dispatched with (each once), and plain data."""
-        dispatched = self._dispatched.leased
-        versions = {id(tree): f"{number}" for number, tree in enumerate({id(t): t for t in dispatched.values()}.values())}
+        names: dict[int, str] = {}  # of each version, by its Tree
+        leased = [(worker, tree, names.setdefault(id(tree), f"{len(names)}")) for worker, tree in self._dispatched.leased.items()]
         return {
             "state": self.state,
-            "versions": {versions[id(tree)]: tree for tree in dispatched.values()},
+            "versions": {name: tree for _, tree, name in leased},
             "plain": {
                 "version": self.version,
-                "leased": [[worker, versions[id(tree)]] for worker, tree in dispatched.items()],
+                "leased": [[worker, name] for worker, _, name in leased],
                 "scheduler": self.scheduler.to_parts(),
             },
         }

@@ -25,9 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
-
-from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.errors import CheckpointError
 from atoll.core.serialization import Packed, pack, read_tensors, sync_folder, unpack, write_tensors
 
 FORMAT = 2
@@ -72,11 +70,7 @@ class Checkpoints:
     """The checkpoints of one run. One process at a time saves; others may read."""
 
     folder: Path  # created with the first checkpoint
-    keep: int  # number of checkpoints that are kept
-
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ConfigError(f"keep={self.keep} checkpoints: at least 1 must be kept, or a run cannot be resumed. Use 1 or more.")
+    keep: int  # number of checkpoints that are kept, 1 or more
 
     # ---------------------------------------------------------------------------------------------------------- saving
 
@@ -209,11 +203,9 @@ class Checkpoints:
                 raise self._damaged(path / name, why, round)
         return checkpoint
 
-    def load(
-        self, checkpoint: Checkpoint, part: str, like: Any, *, check_layout: bool = True, device: torch.device | str | None = None
-    ) -> Any:
-        """A part of a checkpoint, checked against its digest. For `like` and the rest see `unpack`. Raises CheckpointError if there
-        is no such part, if its file is damaged, or if it is of another kind than `like`."""
+    def load(self, checkpoint: Checkpoint, part: str, like: Any) -> Any:
+        """A part of a checkpoint, checked against its digest. For `like` see `unpack`. Raises CheckpointError if there is no such
+        part, if its file is damaged, or if it is of another kind than `like`."""
         name = part + _SUFFIX
         if name not in checkpoint.files:
             parts = ", ".join(file.removesuffix(_SUFFIX) for file in checkpoint.files)
@@ -226,7 +218,7 @@ class Checkpoints:
         tensors, metadata = read_tensors(path)
         packed = Packed(json.loads(metadata["structure"]), tensors)
         try:
-            return unpack(packed, like, check_layout=check_layout, device=device)
+            return unpack(packed, like)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
 

@@ -135,6 +135,6 @@ class BackgroundTask(Generic[T]):
 
     def __await__(self) -> Generator[Request[Any], Any, T]:
         """The result is kept no longer: it may be as large as the model."""
-        assert self._future is not None, "a flight is awaited once"
+        assert self._future is not None, "a background exchange is awaited once"
         future, self._future = self._future, None
         return Request(future.result, waits=True).__await__()

@@ -1,9 +1,9 @@
 """Collectives of a process group: the simulator's sums bit for bit, and the bytes that the ring formula predicts.
 
 gloo's reduce-scatter sends as many bytes as an all-reduce, and its all-reduce adds in an order of its own. Here each rank sends
-every other rank the slice which that rank reduces, in pieces, and adds the pieces that it receives in rank order. So sums have the
+every other rank the slice which that rank reduces, in chunks, and adds the chunks that it receives in rank order. So sums have the
 simulator's bits at any number of ranks, a rank sends what it would send around a ring, and the buffers for received data hold a few
-pieces only. Several pieces are in flight at a time, so a link's latency counts once.
+chunks only. Several chunks are in flight at a time, so a link's latency counts once.
 
 One thread at a time uses a `GroupCollectives`. Ranks may leave: the others go on without them.
 """
@@ -23,12 +23,12 @@ from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
 from atoll.engines.liveness import FailureAttribution
 from atoll.engines.point_to_point import BatchTransport, Group, PeerUnreachable, transport_for
+from atoll.runs.cluster import CONTROL_BYTES
 
-PIECE_BYTES = 1 << 20
-"""gloo moves larger messages one way at a time, and messages of this size both ways at once. Between two ranks a piece is twice as
+CHUNK_BYTES = 1 << 20
+"""gloo moves larger messages one way at a time, and messages of this size both ways at once. Between two ranks a chunk is twice as
 large, since each rank receives from one other only."""
-PIECES_IN_FLIGHT = 4
-CONTROL_BYTES = 8  # of each number that travels beside the payload
+CHUNKS_IN_FLIGHT = 4
 LOST = "it died, or its link is too slow"
 """The possible reasons for a rank that does not answer in time."""
 
@@ -37,7 +37,7 @@ class GroupCollectives:
     """The collectives of one process group, which nothing else uses: two threads on one group receive each other's messages.
 
     Args:
-        timeout_s: the most that one piece may take. It may change between two exchanges.
+        timeout_s: the most that one chunk may take. It may change between two exchanges.
         attribution: finds the rank that failed first; without it, an error names the rank that was missed here.
         names: what errors call the members; by default their rank in the group.
     """
@@ -47,7 +47,7 @@ class GroupCollectives:
         group: Group,
         *,
         timeout_s: float,
-        piece_bytes: int | None = None,
+        chunk_bytes: int | None = None,
         attribution: FailureAttribution | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class GroupCollectives:
         self._transport = transport_for(group)
         on_gpu = isinstance(self._transport, BatchTransport)
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
-        self._piece_bytes = piece_bytes or PIECE_BYTES * (2 if group.size() == 2 else 1)
+        self._chunk_bytes = chunk_bytes or CHUNK_BYTES * (2 if group.size() == 2 else 1)
         self._attribution = attribution
         self._names = names or [f"rank {rank}" for rank in self._members]
         self.timeout_s = timeout_s
@@ -71,6 +71,11 @@ class GroupCollectives:
     @property
     def size(self) -> int:
         return len(self._members)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What errors call the members that have not left."""
+        return tuple(self._names[member] for member in self._members)
 
     def remove(self, ranks: Sequence[int]) -> None:
         """These members have left; the ranks of the others close up."""
@@ -135,31 +140,31 @@ class GroupCollectives:
         """This rank's slice of the weighted sum of all buffers, added in rank order and divided by `divide_by`.
 
         The result lies in `flat`, or in a new buffer if `sum_dtype` differs. A buffer of weight 0 is left out. The inner products
-        of all ranks' slices are added to `inner_products`, to about six digits. `on_received` is shown each piece of another rank
+        of all ranks' slices are added to `inner_products`, to about six digits. `on_received` is shown each chunk of another rank
         before it is added.
         """
         start, stop = shard_range(flat.numel(), self.rank, self.size)
         mine = flat[start:stop]
         total = mine if sum_dtype in (None, flat.dtype) else torch.empty(stop - start, dtype=sum_dtype, device=flat.device)
-        pieces = [self._pieces(flat, rank) for rank in range(self.size)]
+        chunks = [self._chunks(flat, rank) for rank in range(self.size)]
 
         def steps() -> Iterator[Callable[[], None]]:
-            for number in range(max(map(len, pieces))):
-                sends = {rank: flat[slice(*pieces[rank][number])] for rank in self._others() if number < len(pieces[rank])}
-                if number >= len(pieces[self.rank]):
+            for number in range(max(map(len, chunks))):
+                sends = {rank: flat[slice(*chunks[rank][number])] for rank in self._others() if number < len(chunks[rank])}
+                if number >= len(chunks[self.rank]):
                     yield self._post(sends, {})
                     continue
-                piece = slice(pieces[self.rank][number][0] - start, pieces[self.rank][number][1] - start)
-                received = {rank: torch.empty_like(mine[piece]) for rank in self._others()}
+                chunk = slice(chunks[self.rank][number][0] - start, chunks[self.rank][number][1] - start)
+                received = {rank: torch.empty_like(mine[chunk]) for rank in self._others()}
                 wait = self._post(sends, received)
-                terms = [mine[piece] if rank == self.rank else received[rank] for rank in range(self.size)]
-                yield partial(add, wait, received, terms, total[piece])
+                terms = [mine[chunk] if rank == self.rank else received[rank] for rank in range(self.size)]
+                yield partial(add, wait, received, terms, total[chunk])
 
         def add(wait: Callable[[], None], received: Mapping[int, Tensor], terms: Sequence[Tensor], out: Tensor) -> None:
             wait()
             if on_received is not None:
-                for rank, piece in received.items():
-                    on_received(rank, piece)
+                for rank, chunk in received.items():
+                    on_received(rank, chunk)
             if inner_products is not None:
                 _add_inner_products(terms, inner_products)
             weighted_sum(terms, weights, out)
@@ -173,13 +178,13 @@ class GroupCollectives:
     def all_gather(self, whole: Tensor) -> None:
         """Fill in the other ranks' slices of a buffer that holds this rank's own."""
         start, stop = shard_range(whole.numel(), self.rank, self.size)
-        pieces = [self._pieces(whole, rank) for rank in range(self.size)]
-        mine = pieces[self.rank]
+        chunks = [self._chunks(whole, rank) for rank in range(self.size)]
+        mine = chunks[self.rank]
 
         def steps() -> Iterator[Callable[[], None]]:
-            for number in range(max(map(len, pieces))):
+            for number in range(max(map(len, chunks))):
                 sends = dict.fromkeys(self._others(), whole[slice(*mine[number])]) if number < len(mine) else {}
-                receives = {rank: whole[slice(*pieces[rank][number])] for rank in self._others() if number < len(pieces[rank])}
+                receives = {rank: whole[slice(*chunks[rank][number])] for rank in self._others() if number < len(chunks[rank])}
                 yield self._post(sends, receives)
 
         self._pipeline(steps())
@@ -198,28 +203,28 @@ class GroupCollectives:
         """Copy rank 0's buffer to all ranks. The bytes are not counted: no algorithm sends them."""
 
         def steps() -> Iterator[Callable[[], None]]:
-            for start in range(0, whole.numel(), length := max(1, self._piece_bytes // whole.element_size())):
-                piece = whole[start : start + length]
-                yield self._post(dict.fromkeys(self._others(), piece), {}) if self.rank == 0 else self._post({}, {0: piece})
+            for start in range(0, whole.numel(), length := max(1, self._chunk_bytes // whole.element_size())):
+                chunk = whole[start : start + length]
+                yield self._post(dict.fromkeys(self._others(), chunk), {}) if self.rank == 0 else self._post({}, {0: chunk})
 
         self._pipeline(steps())
 
-    # -------------------------------------------------------------------------------------------------------------- pieces
+    # -------------------------------------------------------------------------------------------------------------- chunks
 
     def _pipeline(self, steps: Iterator[Callable[[], None]]) -> None:
         """Post steps ahead of the one that is finished, and finish them in order."""
         in_flight: deque[Callable[[], None]] = deque()
         for step in steps:
             in_flight.append(step)
-            if len(in_flight) > PIECES_IN_FLIGHT:
+            if len(in_flight) > CHUNKS_IN_FLIGHT:
                 self._finish(in_flight.popleft())
         while in_flight:
             self._finish(in_flight.popleft())
 
-    def _pieces(self, flat: Tensor, rank: int) -> list[tuple[int, int]]:
-        """Where the pieces of a rank's slice start and stop."""
+    def _chunks(self, flat: Tensor, rank: int) -> list[tuple[int, int]]:
+        """Where the chunks of a rank's slice start and stop."""
         start, stop = shard_range(flat.numel(), rank, self.size)
-        length = max(1, self._piece_bytes // flat.element_size())
+        length = max(1, self._chunk_bytes // flat.element_size())
         return [(at, min(at + length, stop)) for at in range(start, stop, length)]
 
     def _others(self) -> list[int]:
@@ -262,7 +267,7 @@ def _raise(error: Exception) -> None:
 
 
 def _add_inner_products(terms: Sequence[Tensor], inner_products: Tensor) -> None:
-    """A piece lies in the cache, and is short enough for sums in its own precision."""
+    """A chunk lies in the cache, and is short enough for sums in its own precision."""
     for one, two in itertools.combinations_with_replacement(range(len(terms)), 2):
         product = float(torch.dot(terms[one].float(), terms[two].float()))
         inner_products[one, two] += product

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Generic, NoReturn, TypeVar
 
 from torch.distributed.distributed_c10d import Store
@@ -183,14 +185,6 @@ class ExchangeTimeout:
     By default it is ten times the longest interval between the ends of two exchanges, computing and waiting included, and at least
     60 s; before the first exchange it is 600 s. The interval that is under way counts too: a peer's round may take longer still.
     `fixed_s` sets another timeout, for good.
-
-    >>> seconds = iter([0.0, 20.0, 25.0, 45.0])
-    >>> timeout = ExchangeTimeout(now=lambda: next(seconds))
-    >>> timeout.start()  # after 20 s of computing
-    600.0
-    >>> timeout.finish()  # 5 s later
-    >>> timeout.start()
-    250.0
     """
 
     def __init__(self, fixed_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -262,3 +256,17 @@ def exit_with(error: BaseException, log: IO[str] | None = None, code: int | None
     sys.stdout.flush()
     default = 130 if interrupted else PEER_MISSING if isinstance(error, ExchangeFailed) else 2 if known else 1
     os._exit(default if code is None else code)
+
+
+def last_error(log: Path) -> str:
+    """The error that a process ended with, as `exit_with` wrote it to its log. Lines from before its last start are ignored."""
+    for line in reversed(log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []):
+        if line.startswith("error: "):
+            return line.removeprefix("error: ").rstrip(".")
+        if _STARTED.match(line):
+            break
+    return ""
+
+
+_STARTED = re.compile(r"\S+ (rank \d+ of \d+ on |\S+ on \S+ \(.*\), process )")
+"""The first line that a rank, or an island of an elastic run, writes."""

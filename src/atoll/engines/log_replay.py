@@ -24,11 +24,10 @@ from atoll.core.protocols import Arrival, AsyncAlgorithm, Sink, Task, Work, Work
 from atoll.core.serialization import load_tree
 from atoll.engines.timed_replica import ProcessReplica, run_worker_round
 from atoll.engines.training_setup import loss_of, replica_of
-from atoll.engines.warm_start_training import Cache, get_warm_start, load_data
+from atoll.engines.warm_start_training import RunPreparation
 from atoll.replica.local_replica import LocalReplica, torch_threads
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run, device_of
-from atoll.runs.workloads import sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import read_events
 from atoll.telemetry.sinks import Fanout
 
@@ -185,12 +184,10 @@ def replay_run(folder: str | Path, *, workload: Workload | None = None, sink: Si
         raise ConfigError(f"{folder} ran {type(run.algorithm).__name__}: only runs with a hub have a schedule to replay.")
     if not opened.finished:
         raise ConfigError(f"{folder} is not finished: it has no final weights. Finish it: atoll run --resume {folder}")
-    cache = Cache()
-    plain = workload or single_shard_workload(run, load_data(run, cache))
-    warm = get_warm_start(run, plain, file=opened.warm_start, cache=None, sink=out)
-    mine = workload or sharded_workload(run, load_data(run, cache), warm.params)
+    preparation = RunPreparation(run, workload)
+    warm = preparation.warm_start(opened.warm_start, out)
     schedule = [event for event in read_events(opened.events) if isinstance(event, _KINDS)]
-    replay = _Replay(run, mine, warm.params.copy(), schedule)
+    replay = _Replay(run, preparation.sharded(warm.params), warm.params.copy(), schedule)
     with torch_threads(run.cluster.threads_per_island):
         replay.run(out)
     final = load_tree(opened.final).to(device_of(run))

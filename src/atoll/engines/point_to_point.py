@@ -63,7 +63,7 @@ class GlooTransport:
             for rank, tensor in receives.items()
         }
         # Receives first: gloo sends nothing before the receiver has announced its buffer. On a slow link that announcement would
-        # queue behind the payload of the other direction, and one end would idle for the time of a piece.
+        # queue behind the payload of the other direction, and one end would idle for the time of a chunk.
         works = [self._start(self._group.recv, tensor, rank, "hear from") for rank, tensor in incoming.items()]
         works += [self._start(self._group.send, tensor, rank, "send to") for rank, tensor in outgoing.items()]
 

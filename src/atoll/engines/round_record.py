@@ -6,7 +6,6 @@ records of all ranks into the events of the round and the figures of the run.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
@@ -45,7 +44,7 @@ class ExchangeRecord:
     control_bytes: int
     weight: float
     background: bool
-    nonfinite: tuple[int, ...] = ()  # ranks whose tree was not finite
+    nonfinite: Sequence[int] = field(default_factory=list)  # ranks whose tree was not finite
     unusable: bool = False  # no update can be made of it: a rank's tree was not finite, or the weights add up to 0
 
     @property
@@ -63,8 +62,8 @@ def last_update(exchanges: Sequence[ExchangeRecord]) -> ExchangeRecord | None:
 class DeltaSimilarity:
     """Inner products of the trees that the ranks brought to a mean, over this rank's slice: row by row, in rank order."""
 
-    products: tuple[tuple[float, ...], ...]
-    weights: tuple[float, ...]
+    products: Sequence[Sequence[float]]
+    weights: Sequence[float]
 
 
 @dataclass
@@ -77,20 +76,18 @@ class RoundRecord:
     tokens: int = 0  # in updates of this round
     dropped_tokens: int = 0  # in gradients that went into no update, since the island loaded other weights
     island_updates: int = 0  # rounds of the algorithm inside the island
-    island_skipped: list[tuple[int, ...]] = field(default_factory=list)
+    island_skipped: list[Sequence[int]] = field(default_factory=list)
     """For each of these that was skipped, the devices whose gradients were not finite."""
     similarities: list[DeltaSimilarity] = field(default_factory=list)
     """Of the trees that islands brought to means, where an algorithm compares them."""
 
-    def take(self) -> RoundRecord:
-        """The record of a round that is over. This one goes on with the next round; its lists stay the same objects."""
-        taken = copy.deepcopy(self)
-        for name, value in vars(RoundRecord()).items():
+    def clear(self) -> None:
+        """Begins the next round. The lists stay the same objects."""
+        for name, value in vars(self).items():
             if isinstance(value, list):
-                getattr(self, name).clear()
+                value.clear()
             else:
-                setattr(self, name, value)
-        return taken
+                setattr(self, name, 0)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -100,11 +97,8 @@ class RoundRecord:
         record: dict[str, Any] = json.loads(text)
         record["computed"] = [ComputeSpan(*span) for span in record["computed"]]
         for name in ("exchanges", "island_exchanges"):
-            record[name] = [ExchangeRecord(**{**x, "nonfinite": tuple(x["nonfinite"])}) for x in record[name]]
-        record["similarities"] = [
-            DeltaSimilarity(tuple(map(tuple, x["products"])), tuple(x["weights"])) for x in record["similarities"]
-        ]
-        record["island_skipped"] = [tuple(devices) for devices in record["island_skipped"]]
+            record[name] = [ExchangeRecord(**exchange) for exchange in record[name]]
+        record["similarities"] = [DeltaSimilarity(**similarity) for similarity in record["similarities"]]
         return RoundRecord(**record)
 
 

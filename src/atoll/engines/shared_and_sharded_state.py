@@ -12,7 +12,7 @@ from torch import Tensor
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
-from atoll.core.nested_trees import leaves, trees, trees_in, with_trees
+from atoll.core.nested_trees import leaves, trees
 from atoll.core.protocols import Gradient, Owner, fields_owned
 
 
@@ -29,20 +29,20 @@ def donated(state: Any, *, shared: bool = False) -> Any:
     """The State for a round that will never be repeated: Trees of fields declared `donated` may be computed in, and no longer be
     read in the old State. Shared fields are donated only with `shared`: in the simulator all islands hold the same objects."""
     names = [f.name for f in fields(state) if f.metadata.get("donated") and (shared or f.metadata["owner"] is not Owner.SHARED)]
-    return replace(state, **{name: _with_trees(getattr(state, name), Tree.donate) for name in names})
+    return replace(state, **{name: map_trees(Tree.donate, getattr(state, name)) for name in names})
 
 
 def borrowed(state: Any) -> Any:
     """The State for a round that may have to be repeated: what is this island's own is copied before anything is computed in it."""
     own = {name: value for name, value in fields_owned(state, Owner.OWN).items() if any(trees(value))}
-    return replace(state, **{name: _with_trees(value, Tree.borrow) for name, value in own.items()}) if own else state
+    return replace(state, **{name: map_trees(Tree.borrow, value) for name, value in own.items()}) if own else state
 
 
 def owned(state: Any) -> Any:
     """The State that a round returned, in buffers of its own: borrowed Trees are copied, donated ones are donated no longer."""
     values = {f.name: getattr(state, f.name) for f in fields(state)}
     others = {name: value for name, value in values.items() if any(tree.borrowed or tree.donated for tree in trees(value))}
-    return replace(state, **{name: _with_trees(value, _owned) for name, value in others.items()}) if others else state
+    return replace(state, **{name: map_trees(_owned, value) for name, value in others.items()}) if others else state
 
 
 def _owned(tree: Tree) -> Tree:
@@ -51,14 +51,23 @@ def _owned(tree: Tree) -> Tree:
 
 def trees_to_device(value: Any, device: torch.device | str) -> Any:
     """The value with all of its Trees on this device. Trees from a checkpoint are on the CPU."""
-    if isinstance(value, dict):
-        return {name: trees_to_device(item, device) for name, item in value.items()}
-    return _with_trees(value, lambda tree: tree.to(device))
+    return map_trees(lambda tree: tree.to(device), value)
 
 
-def _with_trees(value: Any, change: Callable[[Tree], Tree]) -> Any:
-    """A Tree, tuple or NamedTuple with `change` applied to every Tree in it."""
-    return with_trees(value, map(change, trees_in(value)))
+def map_trees(function: Callable[..., Tree], *values: Any) -> Any:
+    """The first nested value, with every Tree replaced by `function` of the Trees in its place in all of these values."""
+    first = values[0]
+    if isinstance(first, Tree):
+        return function(*values)
+    if isinstance(first, tuple):
+        items = [map_trees(function, *items) for items in zip(*values, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
+    if isinstance(first, Mapping):
+        return {name: map_trees(function, *(value[name] for value in values)) for name in first}
+    if is_dataclass(first) and not isinstance(first, type):
+        of_field = {f.name: [getattr(value, f.name) for value in values] for f in fields(first)}
+        return replace(first, **{name: map_trees(function, *found) for name, found in of_field.items()})
+    return first
 
 
 def pending_tokens(state: Any) -> int:
@@ -89,21 +98,11 @@ def _same_bits(mine: Any, theirs: Any) -> bool:
 def reshard(slices: Sequence[Any], size: int) -> list[Any]:
     """Cuts sharded values for another number of ranks. `slices` are in the order of the old ranks. Values that are not Trees are
     equal on all ranks."""
-    return [_slice_for(slices, rank, size) for rank in range(size)]
 
+    def slices_of(rank: int) -> Any:
+        return map_trees(lambda *old: Tree.join(list(old)).shard(rank, size).copy(), *slices)
 
-def _slice_for(slices: Sequence[Any], rank: int, size: int) -> Any:
-    first = slices[0]
-    if isinstance(first, Tree):
-        return Tree.join(list(slices)).shard(rank, size).copy()
-    if is_dataclass(first) and not isinstance(first, type):
-        return replace(first, **{f.name: _slice_for([getattr(s, f.name) for s in slices], rank, size) for f in fields(first)})
-    if isinstance(first, Mapping):
-        return {name: _slice_for([s[name] for s in slices], rank, size) for name in first}
-    if isinstance(first, tuple):
-        items = [_slice_for(items, rank, size) for items in zip(*slices, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
-    return first
+    return [*map(slices_of, range(size))]
 
 
 def reshard_bytes(before: Mapping[int, Any], now: Sequence[int]) -> dict[int, int]:

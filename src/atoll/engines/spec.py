@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
+from atoll.core.config.json_records import from_json, to_json
+from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.serialization import write_text
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.processes.spec import Processes
 from atoll.engines.ray.spec import Ray
 from atoll.engines.simulator.spec import Simulator
-from atoll.runs.folder import write_text
+from atoll.runs.folder import RunFolder
 from atoll.runs.run import Run
 
 FORMAT = 1
@@ -26,10 +29,12 @@ class EngineSpec(Protocol):
     """The settings of one engine. They are set by path like a Run's: `--set engine.step_delay=0.5`."""
 
     name: ClassVar[str]
+    resizable: ClassVar[bool]  # another number of islands may resume a run
+    stops_processes: ClassVar[bool]  # the command that starts a run stops its processes, also on SIGTERM
+    runs_on_ranks: ClassVar[bool]  # its processes are ranks, which torchrun may start; rank 0 shows the progress
 
     def fitted(self, run: Run) -> Run:
         """The run with the islands that this engine will have. Raises ConfigError if the engine cannot carry it out."""
-        ...
 
 
 SPECS: Mapping[str, type[EngineSpec]] = {spec.name: spec for spec in (Simulator, Processes, Elastic, Ray)}
@@ -45,8 +50,21 @@ def spec_named(name: str) -> EngineSpec:
     return SPECS[name]()
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """Gives an engine's settings the paths that --set knows them by."""
+
+    engine: EngineSpec
+
+
+def with_settings(spec: EngineSpec, settings: Sequence[str]) -> EngineSpec:
+    """The spec with these settings, such as engine.step_delay=0.5."""
+    return override(EngineSettings(spec), settings).engine
+
+
 def write_spec(folder: Path, spec: EngineSpec) -> None:
-    write_text(folder / _FILE, json.dumps({"format": FORMAT, "engine": spec.name, "settings": asdict(spec)}) + "\n")  # type: ignore[call-overload]
+    settings = {field.name: to_json(getattr(spec, field.name)) for field in fields(spec)}  # type: ignore[arg-type]
+    write_text(folder / _FILE, json.dumps({"format": FORMAT, "engine": spec.name, "settings": settings}) + "\n")
 
 
 def read_spec(folder: Path) -> EngineSpec:
@@ -54,14 +72,33 @@ def read_spec(folder: Path) -> EngineSpec:
     path = folder / _FILE
     try:
         record = json.loads(path.read_text("utf-8"))
+        version = record.get("format")
+        if version == FORMAT:
+            return SPECS[record["engine"]](**{name: from_json(value, name) for name, value in record["settings"].items()})
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {_FILE}: it is no run's folder, or one of an older version of atoll.") from error
-    if record.get("format") != FORMAT:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(
-            f"{path} has format {record.get('format')}, and this version of atoll reads format {FORMAT}. Resume with the version "
-            f"that wrote it (see source.txt there)."
-        )
-    return SPECS[record["engine"]](**record["settings"])
+            f"{path} cannot be read ({type(error).__name__}: {error}). It holds the name and the settings of one of the engines "
+            f"{', '.join(SPECS)}. Restore it from a copy, or start a new run."
+        ) from error
+    raise CheckpointError(
+        f"{path} has format {version}, and this version of atoll reads format {FORMAT}. Resume with the version that wrote it (see "
+        f"source.txt there)."
+    )
+
+
+def saved_spec(folder: Path) -> EngineSpec:
+    """The spec of a run that is resumed. Of the ranks that torchrun started only rank 0 needs the folder."""
+    if processes_started() > 1 and not folder.is_dir():
+        return Processes()
+    RunFolder.open(folder)
+    return read_spec(folder)
+
+
+def started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun, or a tool that sets the same variables, started this process."""
+    return {"RANK", "WORLD_SIZE"} <= environment.keys() and bool({"TORCHELASTIC_RUN_ID", "MASTER_ADDR"} & environment.keys())
 
 
 def processes_started(environment: Mapping[str, str] = os.environ) -> int:
@@ -71,8 +108,7 @@ def processes_started(environment: Mapping[str, str] = os.environ) -> int:
     2
     """
     size = environment.get("WORLD_SIZE", "")
-    told = "RANK" in environment and ("TORCHELASTIC_RUN_ID" in environment or "MASTER_ADDR" in environment)
-    return int(size) if told and size.isdecimal() else 1
+    return int(size) if started_by_torchrun(environment) and size.isdecimal() else 1
 
 
 def refuse_torchrun(spec: EngineSpec) -> None:

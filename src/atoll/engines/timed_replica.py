@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from atoll.core.errors import ConfigError, TrainingDiverged
+from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Gradient, Replica, Task, Weigh, Work
-from atoll.engines.accounting import ComputeSpan
+from atoll.engines.accounting import ComputeSpan, diverged_loss
 from atoll.engines.round_record import WallClock
 from atoll.replica.local_replica import ComputeResult, LocalReplica
 
@@ -30,7 +30,7 @@ class ProcessReplica:
 
     def __init__(
         self,
-        replica: LocalReplica,
+        replica: Any,  # a LocalReplica; a device that FSDP2 trains uses `compute` alone
         *,
         clock: WallClock | None = None,
         on_computed: Callable[[ComputeSpan], object] = lambda span: None,
@@ -38,7 +38,8 @@ class ProcessReplica:
         where: Callable[[int], str] = lambda step: f"this island, at step {step} of the round",
         allow_nonfinite: bool = False,
     ) -> None:
-        self._replica, self._clock, self._on_computed, self._pause_s = replica, clock or WallClock(), on_computed, pause_s
+        self._replica: LocalReplica = replica
+        self._clock, self._on_computed, self._pause_s = clock or WallClock(), on_computed, pause_s
         self._where, self._allow_nonfinite = where, allow_nonfinite
 
     def load(self, params: Tree) -> None:
@@ -54,15 +55,16 @@ class ProcessReplica:
         self._replica.load_moments(moments)
 
     async def train(self, steps: int, work: Work) -> None:
-        self._compute(lambda: (None, self._replica.train(steps, work)), steps, float(steps))
+        self.compute(lambda: (None, self._replica.train(steps, work)), steps, float(steps))
 
     async def gradient(
         self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
     ) -> Gradient:
         compute = partial(self._replica.gradient, work, at=at, onto=onto, weigh=weigh, wide=wide)
-        return self._compute(compute, 0, 1 / work.pieces)
+        return self.compute(compute, 0, 1 / work.pieces)
 
-    def _compute(self, compute: Callable[[], tuple[T, ComputeResult]], steps: int, batches: float) -> T:
+    def compute(self, compute: Callable[[], tuple[T, ComputeResult]], steps: int, batches: float) -> T:
+        """Computes and records a span of so many steps and batches. Raises TrainingDiverged if a loss is not finite."""
         start_s = self._clock.now_s()
         value, result = compute()
         if self._pause_s:
@@ -70,10 +72,7 @@ class ProcessReplica:
         loss = math.fsum(result.losses) / len(result.losses)
         if result.moved and not math.isfinite(loss) and not self._allow_nonfinite:
             step, worst = next((step, one) for step, one in enumerate(result.losses) if not math.isfinite(one))
-            raise TrainingDiverged(
-                f"the loss is {worst} on {self._where(step)}. The run stops; checkpoints from before this round are valid. Lower "
-                f"the learning rate, set train.clip_norm, or look at this island's data."
-            )
+            raise diverged_loss(worst, self._where(step))
         self._on_computed(ComputeSpan(start_s, self._clock.now_s(), steps, batches, [loss], result.tokens, result.moved))
         return value
 

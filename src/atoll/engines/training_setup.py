@@ -138,10 +138,6 @@ class DataPositions:
     def from_parts(self, parts: Iterable[tuple[int, int]]) -> None:
         self.positions = [Fraction(*position) for position in parts]
 
-    def set(self, shard: int, position: tuple[int, int]) -> None:
-        """Sets the position of a shard, given as a ratio of integers."""
-        self.positions[shard] = Fraction(*position)
-
 
 def same_batches_everywhere(*algorithms: Any) -> bool:
     """Whether all members that run these algorithms ask for the same number of batches in a round."""

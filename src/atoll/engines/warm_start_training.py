@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean
@@ -22,8 +22,9 @@ from atoll.engines.training_setup import loss_of, replica_of
 from atoll.optim.schedules import WSD, at
 from atoll.replica.local_replica import torch_threads
 from atoll.replica.master_weights import initial_weights
+from atoll.runs.folder import digest_of
 from atoll.runs.run import Run, device_of, dtype_of
-from atoll.runs.workloads import LoadedData, data_fingerprint, unpartitioned
+from atoll.runs.workloads import LoadedData, data_fingerprint, sharded_workload, single_shard_workload, unpartitioned
 
 _PROGRESS_STEPS = 10  # steps between two progress events
 
@@ -66,21 +67,62 @@ class WarmStart:
     loss: float  # mean over the last tenth of its steps
 
 
-def get_warm_start(run: Run, workload: Workload, *, file: Path, cache: Cache | None, sink: Sink) -> WarmStart:
-    """The warm start of a resolved run from `file` in the run's folder or from the cache, or else trained now on `workload`, which
-    has one shard, and written to the folder."""
+@dataclass(frozen=True)
+class Prepared:
+    """What an engine starts from: data in shards, weights, and the digests of Run and data, which a checkpoint must match."""
 
-    def train() -> WarmStart:
-        return train_warm_start(run, workload, sink)
+    workload: Workload
+    warm_start: WarmStart
+    origin: Mapping[str, str | None]
 
-    data = str(data_fingerprint(workload))
-    if file.exists() and read_tensors(file)[1].get("data") == data:
-        return _read(file, device_of(run))
-    if not run.train.warm_start_steps:
-        return train()
-    warm: WarmStart = train() if cache is None else cache.get(_depends_on(run), lambda: _cached(run, cache, data, train))
-    _write(file, warm, data)
-    return warm
+
+@dataclass(frozen=True)
+class RunPreparation:
+    """Loads the data of a resolved run, and gets its warm start. `workload` is trained instead of the Run's model and data."""
+
+    run: Run
+    workload: Workload | None = None
+    cache: Cache = field(default_factory=Cache)
+
+    @property
+    def data(self) -> LoadedData:
+        return load_data(self.run, self.cache)
+
+    @property
+    def single_shard(self) -> Workload:
+        """What plain training reads: all data, in one shard."""
+        return self.workload or single_shard_workload(self.run, self.data)
+
+    def sharded(self, params: Tree) -> Workload:
+        """What the islands read. Some partitions of the data depend on the weights of the warm start."""
+        return self.workload or sharded_workload(self.run, self.data, params)
+
+    def initial_weights(self) -> Tree:
+        return initial_weights(self.single_shard, device_of(self.run), dtype_of(self.run))
+
+    def warm_start(self, file: Path, sink: Sink) -> WarmStart:
+        """The warm start from `file` in the run's folder or from the cache, or else trained now and written to the folder."""
+        run, cache, workload = self.run, self.cache, self.single_shard
+
+        def train() -> WarmStart:
+            return train_warm_start(run, workload, sink)
+
+        data = str(data_fingerprint(workload))
+        if file.exists() and read_tensors(file)[1].get("data") == data:
+            return _read(file, device_of(run))
+        if not run.train.warm_start_steps:
+            return train()
+        cacheable = self.workload is None  # the settings do not describe a user's workload
+        warm: WarmStart = cache.get(_depends_on(run), lambda: _cached(run, cache, data, train)) if cacheable else train()
+        _write(file, warm, data)
+        return warm
+
+    def prepared(self, warm: WarmStart, *, resizable: bool) -> Prepared:
+        """The data in shards, with the warm start. The origin leaves out the number of islands if the run is resizable."""
+        workload, plain = self.sharded(warm.params), to_json(self.run)
+        if resizable:
+            plain["cluster"]["islands"] = None
+        return Prepared(workload, warm, {"run": digest_of(plain), "data": data_fingerprint(workload)})
 
 
 def _cached(run: Run, cache: Cache, data: str, train: Callable[[], WarmStart]) -> WarmStart:

@@ -14,8 +14,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
-from atoll.integrations.trainer_context import TrainerIslands
-from atoll.integrations.trainer_context import alone as alone
+from atoll.integrations.trainer_context import TrainerIslands, alone as alone
 
 _Callback: Any = require("lightning.pytorch", extra="lightning", purpose="Lightning's callbacks").Callback
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import leaves
-from atoll.engines.accounting import MAX_SKIPPED
+from atoll.engines.accounting import MAX_SKIPPED, count_in_a_row
 from atoll.engines.communication_thread import Request
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.round_record import ExchangeRecord
@@ -65,13 +65,9 @@ class NonFiniteGuard:
         """Raises TrainingDiverged if the State that a round returned must not replace the present one."""
         skipped, culprits = self._skipped, self._culprits
         self._skipped, self._culprits = False, ""
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        if self._skipped_in_a_row == MAX_SKIPPED:
-            why = f"{culprits} sent non-finite gradients" if culprits else "no island had gradients to send"
-            raise TrainingDiverged(
-                f"the islands skipped {MAX_SKIPPED} updates in a row; in the last one {why}. {_LAST_GOOD} Look at the data there, "
-                f"lower the learning rate, or use a GradScaler."
-            )
+        last = f"{culprits} sent non-finite gradients" if culprits else "no island had gradients to send"
+        why = f"in the last one {last}. {_LAST_GOOD} Look at the data there, lower the learning rate, or use a GradScaler."
+        self._skipped_in_a_row = count_in_a_row(self._skipped_in_a_row, skipped, why=why)
         if culprits and self._skipped_in_a_row == 1 and self._is_first:
             _LOGGER.warning(f"atoll: {culprits} sent non-finite gradients. All islands skip this update.")
         if not state.params.is_finite():

@@ -70,7 +70,7 @@ class UnevenCollectives(GroupCollectives):
         failed = [rank for rank, row in enumerate(rows) if row is None or row[-1] == LEFT]
         if failed and self._needs_all:
             raise ExchangeFailed(
-                f"{self.names(failed)} left by an exception, and {self._needs_all}. Fix it, and resume from the last checkpoint."
+                f"{self.listed(failed)} left by an exception, and {self._needs_all}. Fix it, and resume from the last checkpoint."
             )
         self.remove(failed)
         exhausted = [rank for rank, row in enumerate(present) if row[-1] == EXHAUSTED]
@@ -78,9 +78,9 @@ class UnevenCollectives(GroupCollectives):
         self._leaving = [] if self._finish_together else [rank for rank in exhausted if rank != self.rank]
         return [row[: len(numbers)] for row in present]
 
-    def names(self, ranks: Sequence[int]) -> str:
+    def listed(self, ranks: Sequence[int]) -> str:
         """The islands of these ranks by their initial numbers, as in "island 1, island 3"."""
-        return ", ".join(self._names[self._members[rank]] for rank in ranks)
+        return ", ".join(self.names[rank] for rank in ranks)
 
     def record_departure(self) -> None:
         """Record in the store that this island leaves."""
@@ -149,4 +149,4 @@ class UnevenPeers(ProcessPeers):
             self._uneven.exhausted = self._replica.exhausted
 
     def _record(self, exchange: ExchangeRecord) -> None:
-        self._guard.record(exchange, self._uneven.names(exchange.nonfinite), is_first=self._uneven.rank == 0)
+        self._guard.record(exchange, self._uneven.listed(exchange.nonfinite), is_first=self._uneven.rank == 0)

@@ -4,13 +4,7 @@
     means    batch   positions   vocabulary   width   heads   head_size
 
 The inner width of attention is `heads * head_size`, which may differ from `width`: the DiLoCo paper's models have 16 heads of 64 at
-width 896. `GPT` is the config. It builds a `Decoder`, the module:
-
->>> decoder = GPT.tiny().build(vocab_size=257, seq_len=64, seed=0)
->>> decoder(torch.zeros(2, 10, dtype=torch.int64)).shape
-torch.Size([2, 10, 257])
->>> f"{GPT.m150().num_params(32_000) / 1e6:.1f}M"
-'149.8M'
+width 896. `GPT` is the config. It builds a `Decoder`, the module.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""A perceptron with one hidden layer: the model of the asynchronous Local-SGD authors' toy.
-
->>> module = MLP.small().build(inputs=512, outputs=4, seed=0)
->>> module(torch.zeros(2, 512)).shape
-torch.Size([2, 4])
->>> f"{MLP().num_params(512, 4) / 1e6:.1f}M"
-'33.6M'
-"""
+"""A perceptron with one hidden layer: the model of the asynchronous Local-SGD authors' toy."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 The folder is one that `save_pretrained` wrote, or a copy of a model's repository: `config.json` and weights. Weights are loaded in
 float32, whatever their saved dtype. Tied weights stay tied. Dropout is as the config says.
-
->>> Pretrained(path="models/gpt-neo-125m", frozen=("transformer.wte.*", "transformer.wpe.*"))
-Pretrained(path='models/gpt-neo-125m', frozen=('transformer.wte.*', 'transformer.wpe.*'))
 """
 
 from __future__ import annotations

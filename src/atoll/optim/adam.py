@@ -122,15 +122,7 @@ class AdamW:
 
 @lru_cache(maxsize=4096)
 def matrices(layout: Layout) -> Ranges:
-    """The ranges of the buffer that belong to tensors with two or more dimensions; neighbours are one range.
-
-    >>> import torch
-    >>> layout = Layout.of({"w": torch.ones(2, 3), "u": torch.ones(4, 1), "b": torch.ones(5), "v": torch.ones(1, 1)})
-    >>> matrices(layout)
-    ((0, 10), (15, 16))
-    >>> matrices(layout.slice(9, 16))
-    ((0, 1), (6, 7))
-    """
+    """The ranges of the buffer that belong to tensors with two or more dimensions; neighbours are one range."""
     ranges: list[tuple[int, int]] = []
     start = 0
     for piece in layout.pieces:
@@ -142,11 +134,7 @@ def matrices(layout: Layout) -> Ranges:
 
 
 def complement(ranges: Ranges, numel: int) -> Ranges:
-    """The other ranges of a buffer of this length.
-
-    >>> complement(((0, 10), (15, 16)), 20)
-    ((10, 15), (16, 20))
-    """
+    """The other ranges of a buffer of this length."""
     edges = [0, *(edge for pair in ranges for edge in pair), numel]
     return tuple((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
 

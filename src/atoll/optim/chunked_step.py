@@ -7,17 +7,6 @@ the new weights in that precision again.
 - `step` also keeps the new weights and state: in the old buffers where these are donated, else in new ones.
 
 Both have the bits of `rule.update`, whatever is donated.
-
->>> import torch
->>> from atoll.optim.adam import AdamW
->>> rule, params = AdamW(lr=0.1), Tree.of({"w": torch.ones(3)})
->>> state, gradient = rule.init(params), params * 2
->>> preview(rule, params, gradient.copy(), state, over=2.0)["w"]
-tensor([0.9000, 0.9000, 0.9000])
->>> state.mean["w"]
-tensor([0., 0., 0.])
->>> step(rule, params, gradient.copy(), state, over=2.0).state.mean["w"]
-tensor([0.1000, 0.1000, 0.1000])
 """
 
 from __future__ import annotations
@@ -75,7 +64,7 @@ def step(
     """`preview` that keeps the new weights and state. Donated weights and state are updated in place. Without `send` the gradient
     stays as it is, and nothing is written for the wire."""
     check_layouts(params, gradient, *trees_in(state))
-    kept = [_kept(tree) for tree in trees_in((params, state))]
+    kept = [Tree(t.layout, t.flat if t.donated else empty(t.numel, t.flat.dtype, t.flat.device)) for t in trees_in((params, state))]
     new = _sent(gradient, sent or gradient.flat.dtype) if send else gradient
     outputs = [tree.flat for tree in ([new, *kept] if send else kept)]
     last: Any = state
@@ -89,12 +78,6 @@ def step(
         if tree.donated:
             tree.claim()  # its buffer holds the new values now
     return Stepped(new, kept[0], with_trees(last, iter(kept[1:])))
-
-
-def _kept(tree: Tree) -> Tree:
-    """The buffer of a Tree's successor."""
-    flat = tree.flat
-    return Tree(tree.layout, flat if tree.donated else empty(flat.numel(), flat.dtype, flat.device))
 
 
 def _sent(gradient: Tree, dtype: torch.dtype) -> Tree:

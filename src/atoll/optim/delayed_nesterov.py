@@ -20,9 +20,7 @@ arrival the operations are those of Nesterov. Without activation, the weights at
 the period's mean.
 
 **Buffered** (the paper's Async Buffer, after FedBuff, Nguyen et al., arXiv 2106.06639) moves only at a period's end, by one step of
-any rule on the mean.
-
-Both hold one sum, never the gradients themselves.
+any rule on the mean. Both hold one sum, never the gradients themselves.
 """
 
 from __future__ import annotations
@@ -116,15 +114,15 @@ class DelayedNesterov:
         number = state.step % self.period
         rate, share = at(self.lr, state.step // self.period) / self.period, self._share(number) * self.momentum
         last = number == self.period - 1
-        for w, next_w, g, m, t, room in windows(old, new, gradient, velocity, total):
+        for w, next_w, g, m, t, temporary in windows(old, new, gradient, velocity, total):
             if last:
-                m.mul_(self.momentum).add_(torch.add(t, g, out=room) if number else g, alpha=1 / self.period)
+                m.mul_(self.momentum).add_(torch.add(t, g, out=temporary) if number else g, alpha=1 / self.period)
                 t.zero_()
             elif number:
                 t.add_(g)
             else:
                 t.copy_(g)
-            ahead = torch.add(g, m, alpha=share, out=room) if last or self.activation else g
+            ahead = torch.add(g, m, alpha=share, out=temporary) if last or self.activation else g
             torch.add(w, ahead, alpha=-rate, out=next_w)
         release_donated(gradient, but=new)
         return new, DelayedState(state.step + 1, velocity, total)

@@ -20,16 +20,7 @@ from atoll.core.layout import Layout
 
 
 def prune(delta: Tree, fraction: float, by: Literal["sign", "magnitude"] = "sign") -> Tree:
-    """The delta with `fraction` of every neuron's values set to zero (rounded down); itself if nothing is to go.
-
-    The delta is donated.
-
-    >>> delta = Tree.of({"w": torch.tensor([[3.0, 2.0, 1.0, -4.0]])})
-    >>> prune(delta.copy(), 0.5, by="sign")["w"]            # 6 against 4: the negative one goes first
-    tensor([[3., 2., 0., 0.]])
-    >>> prune(delta, 0.5, by="magnitude")["w"]
-    tensor([[ 3.,  0.,  0., -4.]])
-    """
+    """The delta, which is donated, with `fraction` of every neuron's values set to zero (rounded down); itself at 0."""
     if fraction == 0:
         return delta
     assert all(piece.whole for piece in delta.layout.pieces), "a neuron must lie whole on this device to be pruned"

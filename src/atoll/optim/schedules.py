@@ -81,7 +81,6 @@ class WSD:
     >>> schedule = WSD(lr=1.0, steps=8, warmup=2, decay=4)
     >>> [schedule(step) for step in range(9)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-
     """
 
     lr: float  # the stable learning rate

@@ -59,8 +59,8 @@ class SGD:
         """The bits of `update`, computed in the buffer of `params` if donated."""
         check_layouts(params, gradient)
         (old, new), lr = old_and_new(params), at(self.lr, state.step)
-        for w, next_w, g, room in windows(old, new, gradient):
-            torch.add(w, _decayed(g, w, self.weight_decay, room), alpha=-lr, out=next_w)
+        for w, next_w, g, temporary in windows(old, new, gradient):
+            torch.add(w, _decayed(g, w, self.weight_decay, temporary), alpha=-lr, out=next_w)
         release_donated(gradient, but=new)
         return new, SGDState(state.step + 1)
 
@@ -91,10 +91,10 @@ class _WithMomentum:
         done, flats = 0, (new.flat, gradient.flat, velocity.flat)
         if new is old:
             done = fused_momentum(*flats, lr=lr, momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay)
-        for w, next_w, g, m, room in windows(old, new, gradient, velocity, start=done):
-            g = _decayed(g, w, self.weight_decay, room)
+        for w, next_w, g, m, temporary in windows(old, new, gradient, velocity, start=done):
+            g = _decayed(g, w, self.weight_decay, temporary)
             m.mul_(self.momentum).add_(g)
-            ahead = torch.add(g, m, alpha=self.momentum, out=room) if self.nesterov else m
+            ahead = torch.add(g, m, alpha=self.momentum, out=temporary) if self.nesterov else m
             torch.add(w, ahead, alpha=-lr, out=next_w)
         release_donated(gradient, but=new)
         return new, MomentumState(state.step + 1, velocity)
@@ -133,6 +133,6 @@ def _with_decay(gradient: Tree, params: Tree, weight_decay: float) -> Tree:
     return gradient.add(params, weight_decay) if weight_decay else gradient
 
 
-def _decayed(gradient: Tensor, params: Tensor, weight_decay: float, room: Tensor) -> Tensor:
-    """`_with_decay` of a window, computed in the temporary `room`."""
-    return torch.add(gradient, params, alpha=weight_decay, out=room) if weight_decay else gradient
+def _decayed(gradient: Tensor, params: Tensor, weight_decay: float, temporary: Tensor) -> Tensor:
+    """`_with_decay` of a window, computed in `temporary`."""
+    return torch.add(gradient, params, alpha=weight_decay, out=temporary) if weight_decay else gradient

@@ -38,7 +38,6 @@ class Polynomial:
 
     >>> [round(Polynomial(power=0.5).factor(staleness), 3) for staleness in (0, 1, 3, 8)]
     [1.0, 0.707, 0.5, 0.333]
-
     """
 
     power: float = 0.5  # 0 leaves every delta as it is
@@ -95,11 +94,7 @@ def weighted(delta: Tree, weight: float) -> Tree:
 
 
 def weight_of(weight: Weight, workers: int) -> float:
-    """The factor of every delta, with this number of workers.
-
-    >>> weight_of(0.25, workers=16), weight_of("1/k", workers=16), weight_of("sqrt(k)/k", workers=16)
-    (0.25, 0.0625, 0.25)
-    """
+    """The factor of every delta, with this number of workers."""
     if isinstance(weight, str):
         return 1 / workers if weight == "1/k" else math.sqrt(workers) / workers
     return weight

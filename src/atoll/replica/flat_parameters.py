@@ -98,7 +98,9 @@ class FlatModule:
         assert onto is None or onto.flat.dtype == dtype, "gradients are added up in one precision"
         flat = empty(self.layout.numel, dtype, self._params.device).zero_() if onto is None else onto.claim().flat
         self._wide_sum = flat if wide else None
-        self._bind(self._optimizer_gradients().zero_() if wide else flat)
+        self._bound, self._adds = self._optimizer_gradients().zero_() if wide else flat, True
+        for name, gradient in self.layout.views(self._bound).items():
+            self._parameters[name].grad = gradient
 
     def end_accumulation(self) -> Tree:
         """The accumulated gradients."""
@@ -127,12 +129,6 @@ class FlatModule:
                 for parameter in group:
                     parameter.grad = self._grads[start : start + parameter.numel()]
         return self._grads
-
-    def _bind(self, flat: Tensor) -> None:
-        """Has backward passes add to this buffer."""
-        for name, gradient in self.layout.views(flat).items():
-            self._parameters[name].grad = gradient
-        self._bound, self._adds = flat, True
 
     def _unbind(self) -> None:
         self._bound, self._adds = None, False
@@ -251,12 +247,8 @@ class UnflattenedModule(ModuleWeights):
     """A module with parameters of several dtypes, with the methods of a `FlatModule`."""
 
     _onto: Tree | None = None
-
-    def load(self, params: Tree) -> None:
-        self.write(params)
-
-    def borrowed(self) -> Tree:
-        return self.read()  # the parameters are not contiguous
+    load = ModuleWeights.write
+    borrowed = ModuleWeights.read  # a copy: the parameters are not contiguous
 
     def equals(self, params: Tree) -> bool:
         return params.layout == self.layout and all(

@@ -25,8 +25,7 @@ from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.data_parallel import DataParallelDevices
 from atoll.replica.flat_parameters import FlatModule, TrainableWeights, copy_buffers, persistent_buffers, trainable_weights
 from atoll.replica.forward_backward import ForwardBackward, Loss, ModuleTraits, probe_module, split_batch
-from atoll.replica.master_weights import InnerRule as InnerRule
-from atoll.replica.master_weights import MasterWeights, cast_parameters, needs_master_weights
+from atoll.replica.master_weights import InnerRule as InnerRule, MasterWeights, cast_parameters, needs_master_weights
 
 
 class ComputeResult(NamedTuple):
@@ -82,6 +81,7 @@ class LocalReplica:
         self.has_trained = False  # false while it computes gradients only
         self.rule = optimizer
         self.cancelled: Callable[[], bool] = lambda: False  # asked before each step of `train`: whether to stop
+        self.on_step: Callable[[], object] = lambda: None  # called before each step of `train`
         self.batches = workload.batches
         self.optimizer = torch_optimizer(optimizer, *self.weights.decay_groups())
         self.stack_row: tuple[int, int] | None = None
@@ -151,6 +151,7 @@ class LocalReplica:
             for step, batch in enumerate(self.read_batches(steps - after, replace(work, start=work.start + after)), after):
                 if self.cancelled():
                     raise CancelledError("the engine no longer needs these steps")
+                self.on_step()
                 tokens += self.batches.tokens(batch)
                 self.weights.zero_gradient()
                 losses.append(self._backward(batch))

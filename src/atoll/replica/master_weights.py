@@ -2,10 +2,6 @@
 
 Most updates are too small for half precision: added to weights in bfloat16 they would be rounded away. So the optimizer of such a
 module steps master weights in single precision, and the module gets them rounded.
-
->>> module = cast_parameters(nn.Linear(2, 1), torch.bfloat16)
->>> module.weight.dtype
-torch.bfloat16
 """
 
 from __future__ import annotations
@@ -92,22 +88,15 @@ class MasterWeights:
         return [tree.flat for tree in trees_in((self._params, self._state))]
 
     def moments(self) -> list[Tensor | float]:
-        """The optimizer's state as a flat list, without the weights."""
+        """The optimizer's state as a flat list, without the weights: the number of steps, then each moment."""
         return [leaf.flat if isinstance(leaf, Tree) else leaf for _, leaf in leaves(self._state)]
 
     def restore(self, moments: Sequence[Tensor | float]) -> None:
         """Restores what `moments` returned."""
-        self._state = _filled(self._state, iter(moments))
-
-
-def _filled(state: Any, values: Iterator[Any]) -> Any:
-    """A state of the same kind with these values."""
-    if isinstance(state, Tree):
-        return Tree(state.layout, next(values).to(state.flat.device, copy=True))
-    if not isinstance(state, tuple):
-        return next(values)
-    items = [_filled(item, values) for item in state]
-    return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
+        step, *flats = moments
+        pairs: Iterator[tuple[Tree, Any]] = zip(trees_in(self._state), flats, strict=True)
+        restored = (Tree(old.layout, flat.to(old.flat.device, copy=True)) for old, flat in pairs)
+        self._state = with_trees(self._state, restored)._replace(step=step)
 
 
 def check_exchange_dtype(algorithm: Any, layout: Layout) -> None:

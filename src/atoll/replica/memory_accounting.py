@@ -11,9 +11,8 @@ Live tensors count, each storage once, however many views it has:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -27,7 +26,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import TreeDonated
 from atoll.core.events import MEMORY_KINDS
 from atoll.core.flat_tree import Tree
-from atoll.core.nested_trees import trees_in
+from atoll.core.nested_trees import items_in, trees_in
 from atoll.core.protocols import Gradient
 from atoll.replica.local_replica import LocalReplica
 
@@ -53,19 +52,9 @@ def _tensors(value: Any, kind: str, named: frozenset[str]) -> Iterator[tuple[str
         yield kind, value
     elif isinstance(value, Gradient):
         yield from _tensors(value.sum, "gradients", named)
-    elif isinstance(value, Mapping):
-        yield from _records(value.items(), kind, named)
-    elif hasattr(value, "_fields"):
-        yield from _records(zip(value._fields, value, strict=True), kind, named)
-    elif isinstance(value, tuple | list):
-        yield from _records((("", item) for item in value), kind, named)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _records(((field.name, getattr(value, field.name)) for field in fields(value)), kind, named)
-
-
-def _records(items: Iterable[tuple[Any, Any]], kind: str, named: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
-    for name, item in items:
-        yield from _tensors(item, STATE if name in named else kind, named)
+    else:
+        for name, item in items_in(value) or ():
+            yield from _tensors(item, STATE if name in named else kind, named)
 
 
 def add_replica(storages: Storages, replica: LocalReplica) -> None:

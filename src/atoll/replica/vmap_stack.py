@@ -1,14 +1,10 @@
 """Batched training of several islands on one device: vmap over stacked weights, gradients and batches.
 
 A small batch does not fill a GPU, which then waits for the host to launch one small kernel after the other. With `vmap`, one launch
-computes a kernel for all islands, so k islands take about as long as one. Each island keeps its own optimizer moments, and one
-optimizer steps all islands that have the same learning rate. Results equal those of one island at a time, within rounding.
-
-A stack has a fixed number of rows, so that torch compiles it once. Rows without an island compute on another island's batch, and
-their results are discarded.
-
-A small model has hundreds of kernels of a few microseconds each. On a GPU a stack captures its passes as CUDA graphs, so that the
-host launches all kernels of a pass at once.
+computes a kernel for all islands, and a CUDA graph launches all kernels of a pass at once. Each island keeps its own optimizer
+moments, and one optimizer steps all islands that have the same learning rate. Results equal those of one island at a time, within
+rounding. A stack has a fixed number of rows, so that torch compiles it once. Rows without an island compute on another island's
+batch, and their results are discarded.
 """
 
 from __future__ import annotations
@@ -51,12 +47,12 @@ def uses_cuda_graphs(replica: LocalReplica, compiled: bool) -> bool:
 
 
 class RaggedBatches(Exception):
-    """Batches of different shapes cannot be stacked. `taken` are the steps that each island took before; their weights and moments
-    are those after these steps."""
+    """Batches of different shapes cannot be stacked. `results` are those of the steps that each island took before; weights and
+    moments are those after these steps."""
 
-    def __init__(self, shapes: Iterable[object], taken: Sequence[ComputeResult] = ()) -> None:
+    def __init__(self, shapes: Iterable[object], results: Sequence[ComputeResult] = ()) -> None:
         super().__init__(f"batches have the shapes {sorted(map(str, shapes))}")
-        self.taken = taken
+        self.results = results
 
 
 class VmapStack:
@@ -114,7 +110,7 @@ class VmapStack:
             shapes = {*shapes, *map(_shapes, batches.values())}
             if len(shapes) > 1:
                 self._leave(trainings)
-                raise RaggedBatches(shapes, _taken(trainings, losses, tokens))
+                raise RaggedBatches(shapes, _results(trainings, losses, tokens))
             losses.append(self._backward(batches))
             self._clip()
             rates = {number: trainings[number].replica.learning_rate(step, trainings[number].work) for number in active}
@@ -123,7 +119,7 @@ class VmapStack:
                 trainings[number].replica.steps_taken += 1
                 tokens[number] += self._like.batches.tokens(batches[number])
         self._leave(trainings)
-        return _taken(trainings, losses, tokens)
+        return _results(trainings, losses, tokens)
 
     def _step(self, rates: Mapping[int, float], optimizers: dict[tuple[int, ...], torch.optim.Optimizer]) -> None:
         """Steps the rows with these learning rates. One optimizer steps all rows of one rate, and is kept in `optimizers`."""
@@ -205,7 +201,7 @@ def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(part.shape) for part in batch_tensors(batch))
 
 
-def _taken(trainings: Sequence[TrainJob], losses: Sequence[Tensor], tokens: Sequence[int]) -> list[ComputeResult]:
+def _results(trainings: Sequence[TrainJob], losses: Sequence[Tensor], tokens: Sequence[int]) -> list[ComputeResult]:
     """The results of the steps taken so far. The host waits for the device once."""
     table: list[list[float]] = torch.stack(list(losses)).tolist() if losses else []
     return [

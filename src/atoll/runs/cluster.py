@@ -3,9 +3,7 @@
 Every random number is drawn from the seed and the names of its use, never from a generator with a position. A resumed run therefore
 draws the same numbers.
 
-Collectives run in a ring, where each island sends to the next one and the slowest link sets the pace, or over a star, where each
-island exchanges with one server. Byte counts are exact, also where shards are unequal. Control messages (weights, counts) travel
-with the payload and take no time of their own.
+Collectives run in a ring or over a star; docs/assumptions.md has the model. Byte counts are exact, also where shards are unequal.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError
 from atoll.core.layout import shard_range
 
-Topology = Literal["ring", "star"]
+CollectiveTopology = Literal["ring", "star"]
 CONTROL_BYTES = 8
 """Size of a control message to one peer: a weight or a count."""
 
@@ -104,7 +102,7 @@ class Outage:
         check_types(self)
 
 
-Fault = TypeVar("Fault", Away, Lost, Outage)
+IslandFault = TypeVar("IslandFault", Away, Lost, Outage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +135,7 @@ class Cluster:
     step_time_jitter: float = 0.0
     link: Link = Link()
     links: tuple[Link, ...] = ()
-    topology: Topology = "ring"
+    topology: CollectiveTopology = "ring"
     drop_probability: float = 0.0
     lost: tuple[Lost, ...] = ()
     pool: PoolName | tuple[int, ...] = "constant"
@@ -296,13 +294,6 @@ class Cluster:
 def step_times(given: tuple[float, ...] | Level) -> tuple[float, ...]:
     """Seconds per batch. A list is returned unchanged. A level stands for the asynchronous paper's devices: a power moves their
     times towards the geometric mean, and a factor keeps their total batches per second.
-
-    >>> step_times("very")
-    (0.58, 0.75, 1.51, 3.33)
-    >>> [round(time, 3) for time in step_times("moderate")]
-    [0.667, 0.792, 1.263, 2.14]
-    >>> [round(time, 3) for time in step_times("none")]
-    [0.995, 0.995, 0.995, 0.995]
     """
     if isinstance(given, tuple):
         return given
@@ -321,7 +312,7 @@ def _generator(*names: object) -> random.Random:
     return random.Random("/".join(map(str, names)))
 
 
-def _on_every_device(faults: Sequence[Fault], devices: int) -> tuple[Fault, ...]:
+def _on_every_device(faults: Sequence[IslandFault], devices: int) -> tuple[IslandFault, ...]:
     """The faults of islands as faults of all their devices."""
     return tuple(replace(fault, island=fault.island * devices + device) for fault in faults for device in range(devices))
 
@@ -338,7 +329,7 @@ def transfer_s(num_bytes: float, sender: Link, receiver: Link) -> float:
     return max(sender.latency_s, receiver.latency_s) + num_bytes / min(sender.up_bytes_per_s, receiver.down_bytes_per_s)
 
 
-def all_reduce_cost(numel: int, item_bytes: int, links: Sequence[Link], topology: Topology = "ring") -> CollectiveCost:
+def all_reduce_cost(numel: int, item_bytes: int, links: Sequence[Link], topology: CollectiveTopology = "ring") -> CollectiveCost:
     """In a ring: a reduce-scatter and an all-gather. Over a star: each island uploads to a server of unlimited bandwidth, then
     downloads."""
     if topology == "ring":

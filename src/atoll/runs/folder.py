@@ -1,20 +1,4 @@
-"""RunFolder: all files of one run.
-
-    run.json                 the Run and the format's version; a folder with this file is a run's folder
-    engine.json              the engine and its settings
-    source.txt               versions, machine, commit and command, with a block for each resume
-    events.jsonl             the event log, a function of the Run and its seed
-    timing.jsonl             figures that depend on the machine
-    checkpoints/             what the engine needs to resume
-    warm_start.safetensors   the weights that the islands start from
-    final.safetensors        the trained weights
-    summary.json             the figures of a finished run
-    tokenizer.json           the tokenizer of the run's text, unless it is bytes
-    workload.txt             the name of the user's workload, if one was trained instead of the Run's model and data
-    lock                     held by the process that works in the folder
-
-Reports and comparisons read such folders and nothing else.
-"""
+"""RunFolder: the folder of one run. docs/runs.md lists its files. Reports and comparisons read such folders and nothing else."""
 
 from __future__ import annotations
 
@@ -42,11 +26,10 @@ import atoll
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import joined
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.serialization import replacing
+from atoll.core.serialization import write_text
 from atoll.runs.run import Run
+from atoll.telemetry.run_progress import RUN_FORMAT, read_settings
 from atoll.telemetry.summary import read_summary
-
-FORMAT = 2
 
 
 class _File:
@@ -81,7 +64,7 @@ class RunFolder:
         with _writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
         # run.json comes first: with it the folder can be opened even if this process is killed right after.
-        write_text(folder._run, json.dumps({"format": FORMAT, **to_json(run)}, indent=2) + "\n")
+        write_text(folder._run, json.dumps({"format": RUN_FORMAT, **to_json(run)}, indent=2) + "\n")
         folder.append_source("started", command)
         return folder
 
@@ -104,19 +87,7 @@ class RunFolder:
     @property
     def run_json(self) -> dict[str, Any]:
         """The Run as JSON."""
-        try:
-            found = json.loads(self._run.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._run} cannot be read ({error}). Restore it from a copy, or start a new run.") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"{self._run} holds a {type(found).__name__} and should hold a Run. Restore it from a copy.")
-        version = found.pop("format", 1)
-        if version != FORMAT:
-            raise ConfigError(
-                f"{self._run} has format {version}, and this version of atoll reads format {FORMAT}. Use the version of atoll that "
-                f"wrote it (see source.txt there), or start a new run."
-            )
-        return found
+        return read_settings(self.path)
 
     @property
     def finished(self) -> bool:
@@ -210,11 +181,7 @@ _ANOTHER = "another --out (in Python out=)"
 
 
 def default_path(recipe: str, seed: int, root: Path = Path("runs"), now: datetime | None = None) -> Path:
-    """A new folder for a run: runs/<recipe>/seed<seed>-<yyyymmdd-hhmmss>, with a number behind it if that exists.
-
-    >>> default_path("diloco", 3, now=datetime(2031, 12, 24, 18, 0, 5)).as_posix()
-    'runs/diloco/seed3-20311224-180005'
-    """
+    """A new folder for a run: runs/<recipe>/seed<seed>-<yyyymmdd-hhmmss>, with a number behind it if that exists."""
     stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
     path = root / re.sub(r"[^\w.-]+|^\.+", "-", recipe) / f"seed{seed}-{stamp}"
     count = 1
@@ -222,12 +189,6 @@ def default_path(recipe: str, seed: int, root: Path = Path("runs"), now: datetim
         count += 1
         path = path.with_name(f"seed{seed}-{stamp}-{count}")
     return path
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step. Raises ConfigError if it cannot be written; what was there is untouched."""
-    with replacing(path, ConfigError) as file:
-        file.write(text.encode())
 
 
 @contextmanager
@@ -249,11 +210,7 @@ def digest_of(plain: Any) -> str:
 
 
 def differences(given: Any, own: Any, at: str = "") -> list[tuple[str, str, str]]:
-    """Where two Runs as JSON differ: the dotted path, under `at`, and both values as text.
-
-    >>> differences({"seed": 1, "link": {"latency_s": 0.1}}, {"seed": 2, "link": {"latency_s": 0.1}})
-    [('seed', '1', '2')]
-    """
+    """Where two Runs as JSON differ: the dotted path, under `at`, and both values as text."""
     inside: list[tuple[str | int, Any, Any]]
     if _is_record(given) and _is_record(own) and given.get("type") == own.get("type"):
         names = dict.fromkeys([*given, *own])

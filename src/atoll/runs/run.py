@@ -278,15 +278,11 @@ def with_rate_at(algorithm: Algorithm[Any], position: int) -> Algorithm[Any]:
     return fixed
 
 
-_CANDIDATES: Mapping[Any, Sequence[type]] = {
+candidates: Mapping[Any, Sequence[type]] = {
     Algorithm: (DDP, ZeRO1, FSDP, ACCO, DPU, WP, DiLoCo),
     TrainsDevices: (DDP, ZeRO1, FSDP, ACCO, DPU, WP),
     AsyncAlgorithm: (AsyncLocalSGD,),
     Rule: (SGD, Momentum, Nesterov, Adam, AdamW, DelayedNesterov, Buffered),
     Correction: (Polynomial, DelayCompensation),
 }
-
-
-def candidates(protocol: Any) -> Sequence[type]:
-    """The classes that a user can name on the command line where a Run takes an algorithm, a rule or a correction."""
-    return _CANDIDATES.get(protocol, ())
+"""The classes that a user can name on the command line where a Run takes an algorithm, a rule or a correction."""

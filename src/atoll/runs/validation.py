@@ -50,7 +50,7 @@ def check_run(run: Run) -> None:
         _check_speeds(run, run.algorithm.plan.speeds)
     else:
         run.cluster.check_synchronous()
-        _check_whole_rounds(run.train.steps, run.algorithm.steps_per_round)
+        check_whole_rounds(run.train.steps, run.algorithm.steps_per_round)
 
 
 def _check_speeds(run: Run, speeds: Sequence[float]) -> None:
@@ -63,8 +63,9 @@ def _check_speeds(run: Run, speeds: Sequence[float]) -> None:
         )
 
 
-def _check_whole_rounds(steps: int, per_round: int) -> None:
-    if steps % per_round:
+def check_whole_rounds(steps: int, per_round: int) -> None:
+    """Refuse a number of steps that is not one round or more."""
+    if steps < 1 or steps % per_round:
         fit = max(1, round(steps / per_round)) * per_round
         raise ConfigError(
             f"train.steps={steps} is not a multiple of the {per_round} inner steps of a round: the last round would "

@@ -1,9 +1,4 @@
-"""Figures of an asynchronous run: how stale the updates were, and how each worker spent its time.
-
-The time that a worker is present has four parts, which add up to it: computing; communicating (pulling weights and pushing
-updates); waiting for a dispatch, which is the cost of a grace window; and rounds without a result, because they were under way at
-the end or were lost. A worker mostly computes in those rounds, but the log has their duration only with an arrival.
-"""
+"""Figures of an asynchronous run: how stale the updates were, and how each worker spent its time."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from atoll.core import events as ev
 from atoll.telemetry.event_log import read_events
@@ -46,14 +41,22 @@ class WorkerTimes(JsonRecord):
     """One worker's rounds and times. `present_s` is the sum of the other four times."""
 
     derived = ("idle_s",)
+    time_parts: ClassVar[Mapping[str, str]] = {
+        "computing": "computed_s",
+        "waiting": "waited_s",
+        "communicating": "talked_s",
+        "no result": "unfinished_s",
+    }
     island: int
     rounds: int  # that arrived at the hub
     steps: int
     present_s: float
     computed_s: float
-    waited_s: float  # for a dispatch
+    waited_s: float  # for a dispatch, which is the cost of a grace window
     talked_s: float  # pulling weights and pushing updates
-    unfinished_s: float  # in rounds without a result: under way at the end, refused, or lost when the worker left
+    unfinished_s: float
+    """In rounds without a result: under way at the end, refused, or lost when the worker left. A worker mostly computes in them,
+    but the log has the duration of that only with an arrival."""
 
     @property
     def idle_s(self) -> float:

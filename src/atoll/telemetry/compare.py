@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from atoll.core.errors import ConfigError
 from atoll.telemetry.run_progress import read_settings
 from atoll.telemetry.summary import Summary, read_summary
-from atoll.telemetry.units import (
-    human_accuracy,
-    human_bytes,
-    human_count,
-    human_fraction,
-    human_loss,
-    human_share,
-    human_time,
-    human_times,
-)
+from atoll.telemetry.units import human_bytes, human_count, human_fraction, human_loss, human_share, human_time, human_times
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -161,7 +152,7 @@ def _columns(comparison: Comparison, most: str) -> dict[str, list[str]]:
         ("run", True, lambda run, _: run.label),
         ("algorithm", True, lambda _, s: s.algorithm),
         ("val loss", True, lambda run, _: losses[run.label]),
-        ("accuracy", any(s.val_accuracy is not None for s in summaries), lambda _, s: human_accuracy(s.val_accuracy)),
+        ("accuracy", any(s.val_accuracy is not None for s in summaries), lambda _, s: _accuracy_cell(s.val_accuracy)),
         ("tokens", True, lambda _, s: human_count(s.tokens)),
         ("sent per island", True, lambda _, s: human_bytes(s.sent_bytes_per_island)),
         (f"against {most}", several, lambda run, _: _times_less(run, comparison.most)),
@@ -174,6 +165,11 @@ def _columns(comparison: Comparison, most: str) -> dict[str, list[str]]:
 
 def _time_cell(summary: Summary, *, name_clock: bool) -> str:
     return "-" if summary.time_s is None else human_time(summary.time_s) + (f" ({summary.clock})" if name_clock else "")
+
+
+def _accuracy_cell(fraction: float | None) -> str:
+    """With one decimal, because compared runs often differ by less than 1 %."""
+    return f"{100 * fraction:.1f} %" if fraction is not None and math.isfinite(fraction) else human_share(fraction, 1.0)
 
 
 def _in_two_lines(heading: str) -> str:

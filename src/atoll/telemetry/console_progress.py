@@ -1,8 +1,6 @@
 """A run on the terminal: one bar per phase, and one line per event worth reading.
 
-Everything goes to standard error; standard output is left for results. On a terminal the bars are redrawn in place. In a file, a
-pipe or a batch job the sink writes a plain line every tenth of a phase and every few seconds. The pause between two lines grows
-with the run, so that a week fills a few pages.
+Everything goes to standard error; standard output is left for results.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.progress import TaskID
 
-WallClock = Callable[[], float]
+SecondsClock = Callable[[], float]
 WARM_START = "warm start"
 TRAINING = "training"
 # An engine may call the phase of training train, round or resume: all of them move one bar.
@@ -40,7 +38,7 @@ class ConsoleSink(ClosingSink):
         *,
         who: str | None = None,
         console: Console | None = None,
-        clock: WallClock = time.monotonic,
+        clock: SecondsClock = time.monotonic,
     ) -> None:
         self._who = who
         self._clock = clock
@@ -210,7 +208,7 @@ class RateLimiter:
     [True, False, True, True, False, True]
     """
 
-    def __init__(self, clock: WallClock, *, burst: int, interval_s: float) -> None:
+    def __init__(self, clock: SecondsClock, *, burst: int, interval_s: float) -> None:
         self._clock = clock
         self._burst = burst
         self._interval_s = interval_s
@@ -220,7 +218,7 @@ class RateLimiter:
     def allow(self) -> bool:
         """Whether a line may be written now; if so, it counts as written."""
         now_s = self._clock()
-        # Growing pauses keep the number of lines logarithmic in the length of the run.
+        # Growing pauses keep the number of lines logarithmic in the length of the run: a week fills a few pages.
         if self._burst <= 0 and now_s - self._last_s < max(self._interval_s, 0.02 * (now_s - self._begin_s)):
             self.withheld += 1
             return False
@@ -231,11 +229,11 @@ class RateLimiter:
 class ProgressDisplay:
     """Shows how far each phase is, and lines in between, on standard error if no console is given.
 
-    On a terminal it draws one bar per phase in place, with the latest figures below and lines above. Elsewhere it writes a line
-    every tenth of a phase, and in between when the rate limit allows.
+    On a terminal it draws one bar per phase in place, with the latest figures below and lines above. In a file, a pipe or a batch
+    job it writes a line every tenth of a phase, and in between when the rate limit allows.
     """
 
-    def __init__(self, title: str, console: Console | None = None, clock: WallClock = time.monotonic) -> None:
+    def __init__(self, title: str, console: Console | None = None, clock: SecondsClock = time.monotonic) -> None:
         from rich.console import Console
         from rich.live import Live
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn

@@ -1,8 +1,6 @@
 """events.jsonl, the log of a run: one line of JSON per event, and the clock that its times are on.
 
-Each line reaches the operating system as soon as it is written, so a killed process truncates at most the last line. A checkpoint
-stores `position()`. A resumed run opens the log with `append_at`, which removes the events after the checkpoint, because the run
-is about to repeat them.
+Each line reaches the operating system as soon as it is written, so a killed process truncates at most the last line.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Self, TypeVar
 
 from atoll.core.errors import CheckpointError
-from atoll.core.events import Arrived, Evaluated, Event, RoundFinished, RunFinished, RunStarted, from_json
+from atoll.core.events import Arrived, Evaluated, Event, RoundFinished, RunFinished, RunStarted, read_event
 
 E = TypeVar("E", bound=Event)
 Clock = Literal["virtual", "wall"]
@@ -41,8 +39,8 @@ class JsonlSink(ClosingSink):
 
     Args:
         path: the file; the sink creates its folder.
-        append_at: None starts a new log and replaces an old one. A number of bytes keeps that much of the existing log, which
-            must be at least that long, and removes the rest.
+        append_at: None starts a new log and replaces an old one. The `position()` that a checkpoint stores keeps that many bytes
+            of the existing log, and removes the events after it, because the resumed run repeats them.
     """
 
     def __init__(self, path: str | Path, append_at: int | None = None) -> None:
@@ -120,7 +118,7 @@ def read_clock(folder: str | Path) -> Clock:
 
 def _parse(path: Path, number: int, line: bytes) -> Event | None:
     try:
-        return from_json(line.decode())
+        return read_event(line.decode())
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         if not line.endswith(b"\n"):  # only the last line can lack its end
             return None

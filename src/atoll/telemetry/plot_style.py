@@ -59,22 +59,18 @@ def add_legend(figure: Any) -> None:
     figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=FONT_SIZE)
 
 
-def format_axis(axis: Any, text: Callable[[float], str] | None = None, *, whole: bool = False) -> None:
-    """Few ticks with this text; `whole`: on whole numbers only."""
+def format_axis(axis: Any, text: Callable[[float], str] | None = None, *, whole: bool = False, log: bool = False) -> None:
+    """Few ticks with this text; `whole`: on whole numbers only; `log`: on a logarithmic axis."""
     ticker = require("matplotlib.ticker", extra="plot", purpose="figures")
-    axis.set_major_locator(ticker.MaxNLocator(nbins=5 if whole else 4, integer=whole))
+    if log:
+        low, high = axis.get_view_interval()
+        # Over a few decades the powers of ten alone would be too few ticks.
+        axis.set_major_locator(ticker.LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 3.0), numticks=5))
+        axis.set_minor_formatter(ticker.NullFormatter())
+    else:
+        axis.set_major_locator(ticker.MaxNLocator(nbins=5 if whole else 4, integer=whole))
     if text is not None:
         axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _without_zeros(text(value))))
-
-
-def set_log_x(panel: Any, text: Callable[[float], str]) -> None:
-    ticker = require("matplotlib.ticker", extra="plot", purpose="figures")
-    panel.set_xscale("log")
-    format_axis(panel.xaxis, text)
-    low, high = panel.get_xlim()
-    # Over a few decades the powers of ten alone would be too few ticks.
-    panel.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0,) if high / low > 100 else (1.0, 3.0), numticks=5))
-    panel.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def time_unit(longest_s: float) -> tuple[str, float]:

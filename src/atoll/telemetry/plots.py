@@ -10,22 +10,12 @@ from typing import Any, NamedTuple
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import Arrived, Attended, Compared, Computed, Evaluated, Event, Exchanged, Leased, RoundFinished, RunStarted
-from atoll.telemetry.async_summary import AsynchronySummary, is_asynchronous, read_asynchrony
+from atoll.telemetry.async_summary import AsynchronySummary, WorkerTimes, is_asynchronous, read_asynchrony
 from atoll.telemetry.compare import distinct_labels
 from atoll.telemetry.event_log import clock_of, read_clock, read_events, read_kind
-from atoll.telemetry.plot_style import (
-    COLOURS,
-    FONT_SIZE,
-    GREY,
-    add_legend,
-    format_axis,
-    new_figure,
-    save_figure,
-    set_log_x,
-    time_unit,
-)
+from atoll.telemetry.plot_style import COLOURS, FONT_SIZE, GREY, add_legend, format_axis, new_figure, save_figure, time_unit
 from atoll.telemetry.summary import ParticipationSummary, read_participation
-from atoll.telemetry.sync_summary import Interval, OverlapSummary, by_device, device_name, read_overlap
+from atoll.telemetry.sync_summary import Interval, IslandTimes, OverlapSummary, by_device, device_name, read_overlap
 from atoll.telemetry.units import human_bytes, human_count, human_loss
 
 _DASHES = ("-", "--", ":", "-.")
@@ -66,11 +56,8 @@ def plot_run(folder: str | Path, path: str | Path, kind: str = "losses") -> Path
 
 def write_plots(folder: str | Path) -> list[Path]:
     """Writes every figure that applies to the run in a folder into that folder, and returns their paths."""
-    paths = [plot_run(folder, Path(folder) / "plot.png")]
-    for kind, plot in _PLOTS.items():
-        if getattr(plot.read(folder), plot.reported, 0):
-            paths.append(plot_run(folder, Path(folder) / f"{kind}.png", kind))
-    return paths
+    kinds = [kind for kind, plot in _PLOTS.items() if getattr(plot.read(folder), plot.reported, 0)]
+    return [plot_run(folder, Path(folder) / "plot.png"), *(plot_run(folder, Path(folder) / f"{kind}.png", kind) for kind in kinds)]
 
 
 def run_figure(folder: str | Path, kind: str = "losses") -> Any:
@@ -135,10 +122,8 @@ def _draw_curves(
             markersize=4.5,
             linewidth=1.8,
         )
-    if logarithmic:
-        set_log_x(panel, text)
-    else:
-        format_axis(panel.xaxis, text)
+    panel.set_xscale("log" if logarithmic else "linear")
+    format_axis(panel.xaxis, text, log=logarithmic)
 
 
 def _losses_figure(folder: Path) -> Any:
@@ -226,8 +211,7 @@ def _asynchrony_figure(folder: Path, summary: AsynchronySummary) -> Any:
     format_axis(staleness.yaxis, whole=True)
     _draw_bars(windows, summary.arrivals_per_window.counts, "arrivals in a window", "windows")
     _draw_bars(shards, summary.steps_per_shard, "shard", "inner steps that arrived")
-    fields = {"computing": "computed_s", "waiting": "waited_s", "communicating": "talked_s", "no result": "unfinished_s"}
-    _draw_time_shares(workers, summary.workers, fields)
+    _draw_time_shares(workers, summary.workers)
     workers.set_xlabel("worker")
     format_axis(workers.xaxis, whole=True)
     add_legend(figure)
@@ -257,8 +241,7 @@ def _overlap_figure(folder: Path, summary: OverlapSummary) -> Any:
     figure, (timeline, times, batches) = new_figure(3)
     _draw_timelines(timeline, last_rounds(by_device(events)), devices)
     timeline.set_xlabel(f"{read_clock(folder)} {timeline.get_xlabel()}")
-    fields = {"computing": "computed_s", "communicating": "talked_s", "waiting": "waited_s"}
-    _draw_time_shares(times, summary.islands, fields)
+    _draw_time_shares(times, summary.islands)
     hidden = [(island.island, 100 * island.hidden) for island in summary.islands if island.present_s and island.hidden is not None]
     if hidden:
         marks = {"linestyle": "", "marker": "D", "color": _HIDDEN, "markeredgecolor": "white", "clip_on": False, "zorder": 3}
@@ -347,11 +330,11 @@ def _draw_bars(panel: Any, heights: Mapping[int, float], name: str, height_name:
     panel.grid(visible=False, axis="x")
 
 
-def _draw_time_shares(panel: Any, islands: Sequence[Any], fields: Mapping[str, str]) -> None:
+def _draw_time_shares(panel: Any, islands: Sequence[IslandTimes | WorkerTimes]) -> None:
     """How each island or worker spent its time: a stack of percentages."""
     present = [island for island in islands if island.present_s > 0]
     below = [0.0] * len(present)
-    for name, field in fields.items():
+    for name, field in present[0].time_parts.items() if present else ():
         shares = [100 * getattr(island, field) / island.present_s for island in present]
         if any(shares):
             numbers = [island.island for island in present]

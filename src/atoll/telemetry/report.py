@@ -112,17 +112,16 @@ def _spread(distribution: CountDistribution, unit: str = "") -> str | None:
 
 
 def _worker_rows(summary: AsynchronySummary) -> list[dict[str, str]]:
-    shares = {"computing": "computed_s", "waiting": "waited_s", "communicating": "talked_s", "no result": "unfinished_s"}
     return [
         {"worker": str(worker.island), "rounds": human_count(worker.rounds), "steps": human_count(worker.steps)}
-        | _time_cells(worker, shares)
+        | _time_cells(worker)
         for worker in (summary.workers if summary.arrivals else ())
     ]
 
 
-def _time_cells(times: WorkerTimes | IslandTimes, shares: Mapping[str, str]) -> dict[str, str]:
-    """How long an island was present, and the share of that time in each of these fields."""
-    cells = {heading: human_share(getattr(times, field), times.present_s) for heading, field in shares.items()}
+def _time_cells(times: WorkerTimes | IslandTimes) -> dict[str, str]:
+    """How long an island was present, and the share of each part of that time."""
+    cells = {heading: human_share(getattr(times, field), times.present_s) for heading, field in times.time_parts.items()}
     return {"present": human_time(times.present_s), **cells}
 
 
@@ -169,13 +168,12 @@ def _exchanges(summary: OverlapSummary) -> str | None:
 def _island_rows(summary: OverlapSummary) -> list[dict[str, str]]:
     devices, total = summary.devices_per_island, sum(island.batches for island in summary.islands)
     member, hidden = ("island", "hidden") if devices is None else ("device", "hidden inside")
-    shares = {"computing": "computed_s", "communicating": "talked_s", "waiting": "waited_s"}
     return [
         {
             member: device_name(island.island, devices),
             "batches": human_count(island.batches),
             "of all": human_share(island.batches, total),
-            **_time_cells(island, shares),
+            **_time_cells(island),
             hidden: human_share(island.hidden, 1.0),
         }
         for island in summary.islands

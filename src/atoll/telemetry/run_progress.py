@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
 from atoll.core import events as ev
-from atoll.core.errors import CheckpointError
+from atoll.core.errors import ConfigError
 from atoll.telemetry.event_log import read_events
 
+RUN_FORMAT = 2
+"""Version of run.json, of the events and of the names of types in a run's folder."""
 _STALENESS_WINDOW = 20
 
 
@@ -32,9 +34,9 @@ class RunningTotals:
         self.finished: ev.RunFinished | None = None
         self.asynchronous = False
         self._devices = 1
-        self._computed_s: dict[int, float] = {}
+        self._computed_s: defaultdict[int, float] = defaultdict(float)
         self._since_s: dict[int, float] = {}  # when each present island joined
-        self._past_s: dict[int, float] = {}  # how long an island was present before it left
+        self._past_s: defaultdict[int, float] = defaultdict(float)  # how long an island was present before it left
         self._tasks: dict[int, ev.Dispatched] = {}  # rounds under way, which a worker reports when it arrives
         self._step_s: dict[int, float] = {}
         self._staleness: deque[int] = deque(maxlen=_STALENESS_WINDOW)
@@ -67,8 +69,7 @@ class RunningTotals:
             case ev.IslandLeft():
                 if event.island in self._tasks:
                     self._abandon(event.island, event.time_s)
-                present_s = event.time_s - self._since_s.pop(event.island, event.time_s)
-                self._past_s[event.island] = self._past_s.get(event.island, 0.0) + present_s
+                self._past_s[event.island] += event.time_s - self._since_s.pop(event.island, event.time_s)
             case _:
                 pass
 
@@ -107,15 +108,14 @@ class RunningTotals:
 
     def _computed(self, event: ev.Computed) -> None:
         # An island with several devices counts the mean over them.
-        computed_s = (event.end_s - event.start_s) / (1 if event.device is None else self._devices)
-        self._computed_s[event.island] = self._computed_s.get(event.island, 0.0) + computed_s
+        self._computed_s[event.island] += (event.end_s - event.start_s) / (1 if event.device is None else self._devices)
         if event.steps:
             self._step_s[event.island] = (event.end_s - event.start_s) / event.steps
         self._tasks.pop(event.island, None)
 
     def _abandon(self, island: int, now_s: float) -> None:
         """A round ends without an update. The time that the worker spent on it still counts as computing."""
-        self._computed_s[island] = self._computed_s.get(island, 0.0) + self._under_way_s(island, now_s)
+        self._computed_s[island] += self._under_way_s(island, now_s)
         del self._tasks[island]
 
     def _under_way_s(self, island: int, now_s: float) -> float:
@@ -137,17 +137,23 @@ def read_progress(folder: str | Path) -> RunningTotals:
 
 
 def read_settings(folder: str | Path) -> dict[str, Any]:
-    """run.json of a run, as plain data."""
+    """The Run of a folder as plain data. ConfigError if run.json cannot be read, or another version of atoll wrote it."""
     path = Path(folder) / "run.json"
     try:
         run = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
+    except FileNotFoundError as error:
+        raise ConfigError(
             f"{folder} is not the folder of a run: {path.name} cannot be read ({error.strerror}). Give a folder that `atoll run` "
             f"wrote."
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}). Restore it.") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Restore it from a copy, or start a new run.") from error
     if not isinstance(run, dict):
-        raise CheckpointError(f"{path} holds a {type(run).__name__}, not an object. Restore it.")
+        raise ConfigError(f"{path} holds a {type(run).__name__} and should hold a Run. Restore it from a copy.")
+    version = run.pop("format", 1)
+    if version != RUN_FORMAT:
+        raise ConfigError(
+            f"{path} has format {version}, and this version of atoll reads format {RUN_FORMAT}. Use the version of atoll that "
+            f"wrote it (see source.txt there), or start a new run."
+        )
     return run

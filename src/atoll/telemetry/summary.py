@@ -105,6 +105,7 @@ class Summary(JsonRecord):
 def read_summary(folder: str | Path) -> Summary:
     """The summary of a finished run. Raises an AtollError for an unfinished one, with the command that resumes it."""
     folder = Path(folder)
+    read_settings(folder)  # refuses the folder of another version
     log = folder / "events.jsonl"
     last: dict[type[ev.Event], Any] = {}
     for event in read_events(log, kinds=(ev.RunStarted, ev.Evaluated, ev.RunFinished)) if log.exists() else ():

@@ -1,9 +1,5 @@
 """Figures of a synchronous run: how each island spent its time, and how much of the exchanges was hidden behind computing.
 
-The time that an island is present has three parts, which add up to it: computing; communicating, which is the part of the exchanges
-during which the island did not compute; and waiting for other islands. The hidden part of an exchange is the part during which
-the island computed, so that it cost no time.
-
 In a run of two levels each island has devices with an algorithm of their own, and each device counts as one island here: device j
 of island i has the number i * devices + j.
 """
@@ -12,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from atoll.core import events as ev
 from atoll.telemetry.async_summary import is_asynchronous
@@ -31,16 +28,17 @@ _REPORTED = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class IslandTimes(JsonRecord):
-    """One island's work and times. `present_s` is the sum of `computed_s`, `talked_s` and `waited_s`."""
+    """One island's work and times. `present_s` is the sum of `computed_s`, `talked_s` (communicating) and `waited_s`."""
 
     derived = ("talked_s", "waited_s")
+    time_parts: ClassVar[Mapping[str, str]] = {"computing": "computed_s", "communicating": "talked_s", "waiting": "waited_s"}
     island: int
     batches: float  # a part of a batch counts by its size
     tokens: int
     present_s: float
     computed_s: float
     exchanged_s: float  # in exchanges, hidden or not
-    hidden_s: float  # the part of the exchanges during which the island computed
+    hidden_s: float  # the part of the exchanges during which the island computed, so that it cost no time
     inside_exchanged_s: float | None = None  # of a device: the part of `exchanged_s` with devices of the same island
     inside_hidden_s: float | None = None
 

@@ -9,7 +9,6 @@ A further process, the cluster, has the rounds or the grace windows, the evaluat
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from atoll.core.errors import AtollError
 from atoll.telemetry.async_summary import WorkerRound, WorkerWait, is_asynchronous, worker_history
 from atoll.telemetry.event_log import clock_of, read_events
 from atoll.telemetry.sync_summary import by_device, device_name
+from atoll.telemetry.units import json_value
 
 
 def write_trace(folder: str | Path, path: str | Path) -> Path:
@@ -37,7 +37,7 @@ def write_trace(folder: str | Path, path: str | Path) -> Path:
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, record in enumerate(trace.records()):
-            file.write((",\n" if number else "") + json.dumps(_finite(record), allow_nan=False))
+            file.write((",\n" if number else "") + json.dumps(json_value(record), allow_nan=False))
         file.write("\n]}\n")
     return path
 
@@ -267,9 +267,3 @@ def _args(event: Any, *names: str) -> dict[str, Any]:
 
 def _counter(at_ns: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "C", "pid": _CLUSTER, "ts": at_ns / 1000, "name": name, "args": args}
-
-
-def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity, which a loss may be."""
-    args = record["args"].items()
-    return {**record, "args": {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in args}}

@@ -22,10 +22,9 @@ class JsonRecord:
     derived: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; NaN and infinity as strings."""
         optional = {field.name for field in fields(self) if field.default is None}
         values = {name: getattr(self, name) for name in (*(field.name for field in fields(self)), *self.derived)}
-        return {name: _to_json(value) for name, value in values.items() if value is not None or name not in optional}
+        return {name: json_value(value) for name, value in values.items() if value is not None or name not in optional}
 
 
 def human_bytes(size_bytes: float) -> str:
@@ -117,17 +116,6 @@ def human_loss(loss: float, digits: int = 3) -> str:
     return f"{loss:#.{digits}g}".removesuffix(".") if math.isfinite(loss) else _not_finite(loss)
 
 
-def human_accuracy(fraction: float | None) -> str:
-    """An accuracy in [0, 1] as a percentage with one decimal, because compared runs often differ by less than 1 %.
-
-    >>> human_accuracy(0.9128), human_accuracy(None)
-    ('91.3 %', '-')
-    """
-    if fraction is None:
-        return "-"
-    return f"{100 * fraction:.1f} %" if math.isfinite(fraction) else _not_finite(fraction)
-
-
 def plural(count: int, noun: str) -> str:
     """
     >>> plural(1, "round"), plural(2400, "exchange")
@@ -166,13 +154,14 @@ def _not_finite(value: float) -> str:
     return "NaN" if math.isnan(value) else "infinite" if value > 0 else "-infinite"
 
 
-def _to_json(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """A plain JSON value; NaN and infinity as strings, because JSON has neither."""
     if isinstance(value, JsonRecord):
         return value.to_dict()
     if isinstance(value, Mapping):
-        return {str(key): _to_json(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_json(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from atoll.core.events import Arrived, Dispatched, Evaluated, Exchanged, IslandJ
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import trees
 from atoll.core.protocols import Algorithm, Arrival, AsyncAlgorithm, Owner, Rule, fields_owned
+from atoll.engines.shared_and_sharded_state import map_trees
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.engine import SimEngine
 from atoll.optim.adam import AdamW
@@ -227,14 +227,7 @@ def _run_with_faults(
 
 def detached(value: Any) -> Any:
     """A copy of checkpoint parts whose buffers the engine cannot reuse, as if read from a file."""
-    if isinstance(value, Tree):
-        return Tree(value.layout, value.flat.clone())
-    if isinstance(value, dict):
-        return {name: detached(item) for name, item in value.items()}
-    if isinstance(value, tuple):
-        items: Iterator[Any] = (detached(item) for item in value)
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
+    return map_trees(lambda tree: Tree(tree.layout, tree.flat.clone()), value)
 
 
 # ------------------------------------------------------------------------------------------- asynchronous algorithms

@@ -21,31 +21,10 @@ from types import FrameType
 
 from atoll.core.errors import ConfigError
 
-HEADER_BYTES = 66
-"""Ethernet, IP and TCP headers with time stamps, per packet."""
 QUEUE_BYTES = 16_000_000
 """Length of a shaper's queue: more than TCP has in flight, so the shaper drops nothing. If it did, TCP's back-off would set the
 rate."""
 _PREFIX = "atoll"
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Bytes and packets that a network device has sent."""
-
-    sent_bytes: int
-    sent_packets: int
-
-    @staticmethod
-    def read(device: str) -> Counters:
-        """Of a device in this process's namespace."""
-        folder = Path("/sys/class/net") / device / "statistics"
-        return Counters(*(int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets")))
-
-    def payload_since(self, before: Counters) -> int:
-        """Bytes without headers. A packet that a network card would segment counts as one packet with one header."""
-        sent, packets = self.sent_bytes - before.sent_bytes, self.sent_packets - before.sent_packets
-        return sent - HEADER_BYTES * packets
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ SUMS = tuple({"prompt": f"{a}+{b}=", "completion": f"{a + b}" + "!" * (a % 4)} f
 """64 records of different lengths: sums of two digits, with 0 to 3 exclamation marks."""
 
 
-def save_tiny_model(folder: str | Path, *, tied: bool = True, dropout: float = 0.0, positions: int = 64, seed: int = 0) -> Path:
+def save_tiny_model(folder: str | Path, *, dropout: float = 0.0, positions: int = 64, seed: int = 0) -> Path:
     """Write a GPT-Neo with two layers, 12,000 parameters, and its tokenizer. The global RNG keeps its state."""
     transformers = require("transformers", extra="hf", purpose="pretrained models")
     folder = Path(folder)
@@ -30,7 +30,6 @@ def save_tiny_model(folder: str | Path, *, tied: bool = True, dropout: float = 0
         resid_dropout=dropout,
         bos_token_id=256,
         eos_token_id=256,
-        tie_word_embeddings=tied,
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

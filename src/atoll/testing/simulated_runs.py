@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,30 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.core.events import Arrived, Event, RunFinished
+from atoll.core.events import Event, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Workload
 from atoll.engines.simulator.async_engine import AsyncSimEngine
-from atoll.engines.simulator.engine import SimEngine, SimSetup
-from atoll.models.gpt import GPT, Decoder
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import InnerRule, LocalReplica, RoundStart
 from atoll.runs.cluster import Cluster
 from atoll.telemetry.sinks import MemorySink
-
-SMALL = (
-    "model.layers=1",
-    "model.width=16",
-    "model.heads=2",
-    "model.head_size=8",
-    "data.limit_bytes=60000",
-    "data.seq_len=16",
-    "data.eval_batches=2",
-    "train.batch_size=4",
-    "optimizer.lr.warmup=2",
-)
-"""Settings with which a text recipe takes a fraction of a second. Set `train.steps` and `train.warm_start_steps` besides."""
 
 RegressionBatch = tuple[Tensor, Tensor]
 
@@ -105,49 +93,6 @@ class Regression:
         return {"loss": float(self.loss(module, self.batches.all_examples()))}
 
 
-@dataclass(frozen=True)
-class RepeatedBatch:
-    """Returns one batch at every position, so that no step allocates a new one."""
-
-    tokens_of_a_batch: Tensor
-    num_shards: int = 1
-
-    def examples(self, shard: int) -> int:
-        return len(self.tokens_of_a_batch)
-
-    def batch(self, shard: int, position: int) -> Tensor:
-        return self.tokens_of_a_batch
-
-    def tokens(self, batch: Tensor) -> int:
-        return batch[:, 1:].numel()
-
-
-@dataclass(frozen=True)
-class DecoderWorkload:
-    """A decoder that reads small batches, so that its weights take most of the memory."""
-
-    model: GPT
-    batches: RepeatedBatch
-    vocab_size: int = 2048
-    seq_len: int = 8
-
-    @staticmethod
-    def of(model: GPT, *, vocab_size: int = 2048, seq_len: int = 8, device: str = "cpu") -> DecoderWorkload:
-        """A workload of two random sequences."""
-        tokens = torch.randint(vocab_size, (2, seq_len + 1), generator=torch.Generator().manual_seed(0))
-        return DecoderWorkload(model, RepeatedBatch(tokens.to(device)), vocab_size, seq_len)
-
-    def module(self) -> Decoder:
-        return self.model.build(self.vocab_size, self.seq_len, seed=0)
-
-    def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
-        assert isinstance(module, Decoder)
-        return module.loss(batch)
-
-    def evaluate(self, module: nn.Module) -> Mapping[str, float]:
-        return {"loss": float(self.loss(module, self.batches.tokens_of_a_batch))}
-
-
 class Recorder(MemorySink):
     """Keeps events, and gives the lines that events.jsonl would have."""
 
@@ -216,22 +161,7 @@ def simulate(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], *, steps: int, **o
 
 def run_engine(engine: Any, save: Callable[[Any], object] = lambda engine: None) -> Any:
     """Train with an engine to its end and return its figures. Where a checkpoint is due, it calls `save(engine)`."""
-    for _ in engine.train():
-        save(engine)
+    with closing(engine.train()) as due:
+        for _ in due:
+            save(engine)
     return engine.finish()
-
-
-def arrived(**fields: Any) -> Arrived:
-    """An event of an update that reaches a hub, with a default for each field. Without a time, it arrives when it is pushed.
-
-    >>> arrived().time_s, arrived(virtual_time_s=2.5).time_s
-    (1.0, 2.5)
-    >>> arrived(virtual_time_s=2.5).wall_time_s is None
-    True
-    """
-    defaults: dict[str, Any] = {"island": 0, "round": 0, "window": 0, "shard": 0, "steps": 4, "pushed_s": 1.0, "version": 1}
-    defaults |= {"staleness": 0, "applied": True, "norm": 1.0, "sent_bytes": 4, "virtual_time_s": None, "wall_time_s": None}
-    known = defaults | fields
-    if known["virtual_time_s"] is None and known["wall_time_s"] is None:
-        known["wall_time_s"] = known["pushed_s"]
-    return Arrived(**known)

@@ -106,7 +106,7 @@ class Parrot:
 class Person(Parrot):
     @property
     def language(self):
-        raise AssertionError("nobody was asked to speak")
+        raise AssertionError("no warning was expected")
 
     def greet(self, whom):
         return f"good morning, {whom}"

@@ -9,17 +9,15 @@ import torch
 
 from atoll import recipes
 from atoll.core.config.overrides import override
-from atoll.engines.elastic import island as island_module
-from atoll.engines.elastic import recovery, rendezvous
+from atoll.engines.elastic import island as island_module, recovery, rendezvous
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.island import IslandProcess
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.run_lifecycle import RunRequest
-from atoll.engines.warm_start_training import Cache, get_warm_start, load_data
+from atoll.engines.warm_start_training import RunPreparation
 from atoll.runs.folder import RunFolder
-from atoll.runs.workloads import single_shard_workload
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.faults import FaultScript
 from atoll.testing.chaos.update_faults import interpose_update_faults
 from atoll.testing.simulated_runs import Recorder
@@ -63,9 +61,8 @@ class ThreadedRun:
         self.something_logged = threading.Condition()
         self.waits = {}
         """By island and round: after that commit, the island waits until a line is logged that begins like this."""
-        resolved = run.resolved  # the warm start comes before the islands: threads share their random numbers
-        plain = single_shard_workload(resolved, load_data(resolved, Cache()))
-        get_warm_start(resolved, plain, file=RunFolder(self.folder).warm_start, cache=None, sink=Recorder())
+        # The warm start precedes the islands: threads share their random numbers.
+        RunPreparation(run.resolved).warm_start(RunFolder(self.folder).warm_start, Recorder())
         fast = replace(spec, quorum_timeout_s=30.0, heartbeat_timeout_s=0.8)
         self.rendezvous = Rendezvous(replace(self.join_info, spec=fast), f"{HOST}:0")
 
@@ -111,7 +108,7 @@ class ThreadedRun:
         return IslandProcess(self.join_info, self.rendezvous.address, HOST, name, self.folder, lambda text: None)
 
     def wait_until(self, what):
-        """Until a line is logged that begins like this."""
+        """Waits for a log line that begins with this text."""
         with self.something_logged:
             found = self.something_logged.wait_for(lambda: any(text.startswith(what) for text in self.logged), 30.0)
             assert found, (what, self.logged)
@@ -144,7 +141,7 @@ def _frozen_garbage():
 def _fast_heartbeats(monkeypatch):
     """Islands register and poll more often, and count as dead sooner."""
     monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(rendezvous, "SILENT_S", 1.0)
+    monkeypatch.setattr(rendezvous, "UNREGISTERED_S", 1.0)
     monkeypatch.setattr(recovery, "_ALONE_S", 1.0)
     for module in (recovery, island_module):
         monkeypatch.setattr(module, "_POLL_S", 0.05)

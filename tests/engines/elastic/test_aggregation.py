@@ -227,7 +227,7 @@ def test_no_norm_is_too_large_before_three_are_known():
 def test_in_the_first_rounds_three_islands_find_the_one_whose_norm_is_too_large():
     assert list(UpdateValidator(10).rejections([SOUND, DeltaSummary(1.0, True, 1e9), SOUND])) == [1]
     assert UpdateValidator(10).rejections([SOUND, DeltaSummary(1.0, True, 1e9), DeltaSummary(0.0, True, 0.0)]) == {}, (
-        "two cannot tell"
+        "two islands cannot find out"
     )
 
 

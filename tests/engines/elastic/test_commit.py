@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll.engines.elastic import commit as commit_module
-from atoll.engines.elastic import membership as membership_module
+from atoll.engines.elastic import commit as commit_module, membership as membership_module
 from atoll.engines.elastic.aggregation import Disagreement, Proposal
 from atoll.engines.elastic.commit import CommitProtocol, MemberMissing, StaleState, UnconfirmedState
 from atoll.engines.elastic.membership import Membership, MembershipLost
@@ -42,8 +41,8 @@ def proposes(act, version=NOW, digest=1):
     return Proposal(version, digest, None, act)
 
 
-def exchange_with(exchange, proposal):
-    return proposal.tree(exchange.collectives, exchange.names)
+def exchange_with(collectives, states, proposal):
+    return proposal.tree(collectives, collectives.names)
 
 
 class Islands:
@@ -234,7 +233,7 @@ def test_a_member_that_dies_before_connecting_is_found_by_a_query(islands):
 
 
 def test_a_stopped_member_is_given_up_though_its_connections_stand(islands, monkeypatch):
-    monkeypatch.setattr(commit_module, "_SILENT_S", 1.0)
+    monkeypatch.setattr(commit_module, "SILENT_S", 1.0)
     monkeypatch.setattr(membership_module, "PROBE_S", 0.05)
     group, goes_on, stopped = islands("a", "b", "c"), threading.Event(), threading.Event()
     group.before_status["c"] = lambda: stopped.is_set() and goes_on.wait(20.0)
@@ -256,7 +255,7 @@ def test_a_stopped_member_is_given_up_though_its_connections_stand(islands, monk
 @pytest.fixture
 def short_limits(monkeypatch):
     """Islands wait for each other for 0.2 s."""
-    for name in ("_QUERY_S", "_CONNECT_S"):
+    for name in ("QUERY_S", "_CONNECT_S"):
         monkeypatch.setattr(commit_module, name, 0.2)
 
 
@@ -311,7 +310,7 @@ def test_the_quorum_waits_for_a_live_peer_that_the_lighthouse_does_not_know(isla
 
 
 def test_missing_peers_are_queried_in_parallel(monkeypatch):
-    monkeypatch.setattr(commit_module, "_QUERY_S", 20.0)
+    monkeypatch.setattr(commit_module, "QUERY_S", 20.0)
     together = threading.Barrier(2)
 
     def status(name):

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.elastic.data_leases import DataLeases, DataUnit

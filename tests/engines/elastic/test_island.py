@@ -26,8 +26,7 @@ from atoll.core.events import (
 )
 from atoll.core.serialization import load_tree
 from atoll.data.text import Text
-from atoll.engines.elastic import island as island_module
-from atoll.engines.elastic import recovery
+from atoll.engines.elastic import island as island_module, recovery
 from atoll.engines.elastic.aggregation import DeltaSummary
 from atoll.engines.elastic.island import claim_gpus
 from atoll.engines.elastic.launch import start
@@ -37,11 +36,10 @@ from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Sna
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.elastic.supervisor import island_name
-from atoll.engines.run_lifecycle import RunRequest
-from atoll.engines.run_lifecycle import run as simulate
+from atoll.engines.run_lifecycle import RunRequest, run as simulate
 from atoll.engines.training_setup import replica_of
 from atoll.models.gpt import GPT
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.faults import UpdateFault
 from atoll.testing.chaos.reports import exactly_once_violations
 

@@ -15,8 +15,7 @@ from atoll.core.events import (
     Saved,
     SaveFailed,
 )
-from atoll.engines.elastic import island as island_module
-from atoll.engines.elastic import leader_event_log as leader_log_module
+from atoll.engines.elastic import island as island_module, leader_event_log as leader_log_module
 from atoll.engines.elastic.leader_event_log import CommitRecord, EventLogLease, LeaderLog, RunAlreadyFinished
 from atoll.engines.elastic.snapshot_server import IslandPhase
 from atoll.engines.elastic.spec import Elastic
@@ -48,7 +47,7 @@ def test_when_the_leader_dies_the_next_one_continues_where_the_log_ends(threaded
 
 
 def test_when_the_leader_dies_after_the_last_commit_another_island_finishes_the_run(threaded, toy, monkeypatch):
-    monkeypatch.setattr(island_module, "_SILENT_S", 0.2)
+    monkeypatch.setattr(island_module, "SILENT_S", 0.2)
     live = threaded(toy(2, "keep.save_every=1000"), Elastic(processes=2))
     live.finish([*live.start("island-0000", dies_after=4), *live.start("island-0001")])
     assert [event.round for event in live.events(Attended)] == [1, 2, 3, 4]
@@ -64,7 +63,7 @@ def test_islands_with_the_folder_stay_until_the_leader_has_finished_the_run(thre
 
 
 def test_a_joiner_keeps_the_last_state_for_islands_with_the_folder_that_died(threaded, toy, monkeypatch):
-    monkeypatch.setattr(island_module, "_SILENT_S", 1000.0)  # the joiner cannot write, so it is not waited for
+    monkeypatch.setattr(island_module, "SILENT_S", 1000.0)  # the joiner cannot write, so it is not waited for
     live = threaded(toy(2, "keep.save_every=1000"), Elastic(processes=2))
     first, other = live.start("island-0000", dies_after=4), live.start("zz-elsewhere", has_folder=False)
     for thread in first:
@@ -111,7 +110,7 @@ def test_an_island_that_returns_after_the_end_does_not_change_the_finished_run(t
     assert ("island-0001 has nothing to do: the run is finished" in live.logged) != awake
 
 
-def test_an_island_that_recovered_takes_the_write_lease_anew(threaded, toy):
+def test_an_island_that_recovered_takes_the_write_lease_again(threaded, toy):
     live = threaded(toy(1), Elastic(processes=1))
     island, donor = live.one_island(), live.one_island("donor")
     leader_log, log = island._leader_log, RunFolder(live.folder).events
@@ -132,7 +131,8 @@ def test_an_island_that_recovered_takes_the_write_lease_anew(threaded, toy):
 
 
 def away_and_back(live, *, gone, back):
-    """The only island that has the folder leaves after round `gone`. One without it goes on, and sees it again in round `back`."""
+    """The only island that has the folder leaves after round `gone`. One without the folder trains on, and the first returns in
+    round `back`."""
     live.waits = {
         ("island-0000", 3): "zz-elsewhere begins with",
         ("zz-elsewhere", back): f"island-0000 begins with round {back}",

@@ -25,10 +25,10 @@ from atoll.engines.elastic.leader_event_log import (
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.run_lifecycle import Driver, RunRequest, RunTask
-from atoll.engines.warm_start_training import WarmStart
+from atoll.engines.run_lifecycle import RunRequest, RunResults, RunTask
+from atoll.engines.warm_start_training import Prepared, WarmStart
 from atoll.runs.folder import RunFolder
-from atoll.telemetry import read_events
+from atoll.telemetry.event_log import read_events
 
 SETTINGS = (
     "model.hidden=4",
@@ -47,7 +47,7 @@ ORIGIN = {"run": "r", "data": "d"}
 class Engine:
     """Reaches versions on command. A round is ten steps."""
 
-    name, over = "a", False
+    name, leases = "a", SimpleNamespace(done=False)
     replica, clock = SimpleNamespace(buffers=dict), SimpleNamespace(now_s=lambda: 1.0)
 
     def __init__(self):
@@ -103,8 +103,8 @@ class Island:
                 pass
         self.engine, self.commit_log, self.evaluator, self.logged = Engine(), CommitLog(), Evaluator(), []
         self.folder, warm = RunFolder(folder), WarmStart(self.engine.params, 0, 1.0)
-        driver = Driver(RunTask(run=run, spec=Elastic(processes=1), folder=self.folder, log=self.logged.append))
-        self.leader_log = LeaderLog(driver, warm, self.evaluator, ORIGIN, self.commit_log)
+        results = RunResults(RunTask(run=run, spec=Elastic(processes=1), folder=self.folder, log=self.logged.append))
+        self.leader_log = LeaderLog(results, Prepared(None, warm, ORIGIN), self.evaluator, self.commit_log)
 
     def commit(self, number, epoch, *, leader="a"):
         self.engine.reach(number, epoch)
@@ -217,7 +217,7 @@ def test_a_new_leader_makes_up_for_what_the_old_one_died_over(island, dies):
     setattr(first.leader_log, f"_{dies}", die)
     with pytest.raises(Died):
         first.commit(10, 10)
-    assert first.commits[-1] == (10, 10), "the log tells of the round in which it was due"
+    assert first.commits[-1] == (10, 10), "the log names the round in which it was due"
     for number in range(1, 13):
         second.commit(number, number, leader="a" if number > 10 else "dead")
     assert [event.round for event in second.events(Evaluated)] == ([11] if dies == "evaluate" else [10])

@@ -13,7 +13,7 @@ from atoll.core.serialization import pack
 from atoll.engines.elastic import recovery as recovery_module
 from atoll.engines.elastic.membership import MembershipLost, log_while_waiting
 from atoll.engines.elastic.recovery import NoState, Recovery
-from atoll.engines.elastic.rendezvous import SILENT_S
+from atoll.engines.elastic.rendezvous import UNREGISTERED_S
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 
@@ -91,7 +91,7 @@ def recovery(monkeypatch):
     ("saved", "done"),
     [(None, "resumes alone"), ([5, 9], "resumes alone"), ([4, 20], "resumes alone"), ([5, 10], "restores round 5")],
 )
-def test_a_donor_that_is_gone_may_have_left_a_newer_checkpoint(recovery, saved, done):
+def test_a_dead_donor_may_have_left_a_newer_checkpoint(recovery, saved, done):
     engine = Engine()
     recovery(Registry(), LeaderLog(saved)).confirm(engine)
     assert engine.done == [done]
@@ -117,7 +117,7 @@ def test_an_island_waits_for_registered_islands_that_do_not_answer(recovery):
     engine, registry = Engine(), Registry(until=7)
     recovery(registry, LeaderLog()).catch_up(engine, AHEAD)
     assert engine.done == ["resumes alone"]
-    assert registry.reads == 7 + SILENT_S
+    assert registry.reads == 7 + UNREGISTERED_S
 
 
 def go(where_from, how, engine):
@@ -132,13 +132,13 @@ def test_the_first_reader_of_a_restarted_registry_does_not_take_itself_for_the_l
     engine, registry = Engine(), Registry(reachable_since_s=9.0)
     go(recovery(registry, LeaderLog([6, 0])), go_on, engine)
     assert engine.done == ["restores round 6"]
-    assert registry.reads == 9 + SILENT_S
+    assert registry.reads == 9 + UNREGISTERED_S
 
 
 def test_a_checkpoint_is_restored_only_when_no_island_registers_a_state(recovery):
     engine, registry = Engine(), Registry(until=7, signed=StateVersion(0, 0))
     recovery(registry, LeaderLog([6, 0])).initialize(engine)
-    assert registry.reads == 7 + SILENT_S
+    assert registry.reads == 7 + UNREGISTERED_S
 
 
 def test_two_islands_that_need_a_lost_state_do_not_wait_for_each_other(recovery):
@@ -155,7 +155,7 @@ def test_a_peer_that_answers_counts_though_it_is_not_registered(recovery):
 
     with closing(SnapshotServer("127.0.0.1", about)) as server:
         recovery(registry, LeaderLog()).catch_up(Engine({"b": server.address}), AHEAD)
-    assert registry.reads == 7 + SILENT_S
+    assert registry.reads == 7 + UNREGISTERED_S
 
 
 def test_an_island_leaves_the_quorum_when_a_fetch_fails_but_not_while_a_commit_may_follow(recovery):
@@ -237,7 +237,7 @@ def test_without_a_registry_and_a_holder_of_the_state_an_island_ends_with_an_err
     assert engine.done == []
 
 
-def test_an_island_waits_for_a_holder_that_answers_though_the_registry_is_gone(recovery):
+def test_an_island_waits_for_a_holder_that_answers_though_the_registry_is_unreachable(recovery):
     class Gone(Registry):
         def refresh(self):
             super().refresh()

@@ -77,7 +77,7 @@ def test_a_refresh_takes_five_requests_however_many_islands_there_are(store):
     assert requests == [5, 5]
 
 
-def test_a_forgotten_island_is_read_again_when_it_registers_anew(store, monkeypatch):
+def test_a_forgotten_island_is_read_again_when_it_registers_again(store, monkeypatch):
     monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
     here, gone = (Registry(store.address, IslandStatus(name, True)) for name in ("here", "gone"))
     here.refresh()
@@ -99,7 +99,7 @@ def test_an_island_without_heartbeats_is_not_alive(store, monkeypatch):
     here.refresh()
     assert sorted(here.alive()) == ["gone", "here"]
     now_s = time.monotonic()
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s + rendezvous.SILENT_S + 1)
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s + rendezvous.UNREGISTERED_S + 1)
     here.refresh()
     assert sorted(here.alive()) == ["here"]
     gone.refresh()
@@ -107,7 +107,7 @@ def test_an_island_without_heartbeats_is_not_alive(store, monkeypatch):
     assert sorted(here.alive()) == ["gone", "here"]
 
 
-def test_islands_register_again_when_the_registry_comes_back_empty():
+def test_islands_register_again_when_the_registry_restarts_empty():
     store, port = open_store(HOST)
     registry = Registry(f"{HOST}:{port}", IslandStatus("a", True))
     before_s = registry.reachable_since_s
@@ -139,7 +139,7 @@ def test_two_threads_never_refresh_at_once(store, monkeypatch):
         def to_json(self):
             looking.append(1)
             together.append(len(looking))
-            inside.wait(0.05)  # for another thread to come in, if it can
+            inside.wait(0.05)  # so that another thread may run, if it can
             looking.pop()
             return super().to_json()
 

@@ -120,8 +120,9 @@ def supervised(tmp_path, *programs, finished=True):
     """A supervisor whose lighthouse sleeps and whose islands are these programs; and the lines that it logged."""
     logged = []
     if finished:
-        save_tree(RunFolder(tmp_path).final, Tree.of({"w": torch.zeros(1)}), {})
-        RunFolder(tmp_path).events.write_text(lines(STARTED, FINISHED))
+        folder = RunFolder.create(tmp_path, recipes.demo_diloco(), [])
+        save_tree(folder.final, Tree.of({"w": torch.zeros(1)}), {})
+        folder.events.write_text(lines(STARTED, FINISHED))
     supervisor = supervisor_of(tmp_path, logged.append)
     supervisor.rendezvous = Child("lighthouse", ["sleep", "600"], tmp_path / "lighthouse.log")
     supervisor.islands = [

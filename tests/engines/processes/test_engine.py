@@ -15,8 +15,8 @@ from atoll.core.events import Compared, Computed, Evaluated, Exchanged, RoundFin
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.runs.cluster import Cluster
-from atoll.testing.processes import run_on_processes
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
+from tests.process_pool import run_on_processes
 
 RULE = AdamW(lr=0.05)
 ALGORITHMS = [

@@ -1,4 +1,4 @@
-"""Gradients and losses that are not finite, and islands that diverge: every rank says so."""
+"""Gradients and losses that are not finite, and islands that diverge: every rank reports them."""
 
 import math
 import re
@@ -17,8 +17,8 @@ from atoll.engines.accounting import MAX_SKIPPED
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
-from atoll.testing.processes import context_of, engine_of, outcomes, run_on_processes
 from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate
+from tests.process_pool import context_of, engine_of, outcomes, run_on_processes
 
 RULE = AdamW(lr=0.05)
 SYNCHRONOUS = [DDP(optimizer=RULE), ZeRO1(optimizer=RULE), ACCO(optimizer=RULE)]
@@ -88,11 +88,11 @@ def test_too_many_skipped_updates_in_a_row_end_the_run_on_all_ranks(four, algori
 
 def test_too_many_skipped_updates_inside_an_island_end_the_run_and_name_the_island(four):
     workload = Regression(hidden=3, batches=Poisoned(bad_shard=2, bad_from=0))
-    told = outcomes(4, inside_attempt, workload)
+    errors = outcomes(4, inside_attempt, workload)
     for rank in (2, 3):
-        assert f"{MAX_SKIPPED} updates in a row were skipped inside island 1" in told[rank][1]
+        assert f"{MAX_SKIPPED} updates in a row were skipped inside island 1" in errors[rank][1]
     for rank in (0, 1):
-        assert re.search(r"could not (hear from|send to) rank [23]", told[rank][1])
+        assert re.search(r"could not (hear from|send to) rank [23]", errors[rank][1])
 
 
 def inside_attempt(group, workload):

@@ -16,14 +16,15 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Compared, Computed, Evaluated, Exchanged, LimitSet, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.engines.group_collectives import GroupCollectives
-from atoll.engines.simulator.engine import SimEngine, SimSetup
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster
-from atoll.testing.processes import context_of, engine_of, run_on_processes
 from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, run_engine, simulate
+from tests.process_pool import context_of, engine_of, run_on_processes
 
 RULE = AdamW(lr=0.05)
 ALGORITHMS = [
@@ -45,14 +46,14 @@ def of(events, kind):
 # ------------------------------------------------------------------------------------------------------------ piece sizes
 
 
-def run_in_pieces(group, algorithm, workload, steps, piece_bytes):
-    """A run with messages of at most `piece_bytes`."""
+def run_in_chunks(group, algorithm, workload, steps, chunk_bytes):
+    """A run with messages of at most `chunk_bytes`."""
     context = context_of(group)
     own = dist.new_group(timeout=timedelta(seconds=60))
-    context.counterparts = GroupCollectives(own, timeout_s=60.0, piece_bytes=piece_bytes)
+    context.counterparts = GroupCollectives(own, timeout_s=60.0, chunk_bytes=chunk_bytes)
     engine, _ = engine_of(context, algorithm, workload, steps)
     finished = run_engine(engine)
-    params = engine.params().copy()
+    params = engine.params.copy()
     engine.close()
     return params, finished
 
@@ -61,8 +62,8 @@ def run_in_pieces(group, algorithm, workload, steps, piece_bytes):
 def test_small_pieces_change_no_bit(four, algorithm):
     workload, steps = Regression(hidden=3, batches=RegressionBatches(num_shards=3)), 2 * algorithm.steps_per_round
     expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=3), workload=workload)
-    for piece_bytes in (1, 12):  # one element, and three of a tensor's fifteen
-        results = four.run(run_in_pieces, algorithm, workload, steps, piece_bytes, size=3)
+    for chunk_bytes in (1, 12):  # one element, and three of a tensor's fifteen
+        results = four.run(run_in_chunks, algorithm, workload, steps, chunk_bytes, size=3)
         assert all(params.equal(expected.params) for params, _ in results)
         assert results[0][1].sent_bytes_per_island == expected.finished.sent_bytes_per_island
 
@@ -88,7 +89,7 @@ def run_and_record_reads(group, algorithm, workload, steps):
     engine, _ = engine_of(context_of(group), algorithm, workload, steps)
     workload.batches.read.clear()
     run_engine(engine)
-    params, read = engine.params().copy(), list(workload.batches.read)
+    params, read = engine.params.copy(), list(workload.batches.read)
     read.remove((0, 0))
     engine.close()
     return params, read
@@ -108,8 +109,8 @@ def test_with_fewer_shards_than_processes_each_batch_is_read_once_and_the_bits_a
 
 def test_free_batches_need_a_shard_for_each_process(four):
     workload = Regression(batches=RegressionBatches(num_shards=2))
-    told = four.run(refused, ACCO(optimizer=RULE, batch="free"), workload, size=3)
-    assert all("3 processes read 2 shards" in text and "data.shards=3" in text for text in told)
+    errors = four.run(refused, ACCO(optimizer=RULE, batch="free"), workload, size=3)
+    assert all("3 processes read 2 shards" in text and "data.shards=3" in text for text in errors)
 
 
 def refused(group, algorithm, workload):
@@ -230,7 +231,7 @@ def run_free(group, algorithm, workload, steps):
     engine, sink = engine_of(context_of(group), algorithm, workload, steps)
     finished = run_engine(engine)
     own = engine.parts()[f"own-{engine.context.rank}"].value
-    params = engine.params().copy()
+    params = engine.params.copy()
     engine.close()
     return params, finished, sink.events, engine.round, engine.steps_taken, own["pending_tokens"]
 

@@ -14,8 +14,8 @@ from atoll.core.events import Compared, Computed, Exchanged, RoundFinished, Upda
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
-from atoll.testing.processes import context_of, engine_of
 from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate
+from tests.process_pool import context_of, engine_of
 
 OUTER = DiLoCo(inner_steps=2)
 INSIDE = [DDP(optimizer=SGD(lr=0.05)), ZeRO1(optimizer=AdamW(lr=0.05)), ACCO(optimizer=AdamW(lr=0.05))]
@@ -63,7 +63,7 @@ def run_and_count(group, algorithm, workload, steps, inside=None, devices=1):
     before = engine.context.counterparts.sent_bytes
     finished = run_engine(engine)
     sent_bytes = engine.context.counterparts.sent_bytes - before
-    params = engine.params().copy()
+    params = engine.params.copy()
     engine.close()
     return params, finished, sink.events, sent_bytes
 
@@ -113,8 +113,8 @@ def exchanges(events):
 
 
 def test_an_algorithm_that_needs_whole_weights_is_refused(four):
-    told = four.run(refused, DiLoCo(inner_steps=2, pruned=0.5), INSIDE[0])
-    assert all("algorithm.pruned=0.5" in text and "pruned=0" in text for text in told)
+    errors = four.run(refused, DiLoCo(inner_steps=2, pruned=0.5), INSIDE[0])
+    assert all("algorithm.pruned=0.5" in text and "pruned=0" in text for text in errors)
 
 
 def refused(group, algorithm, inside):

@@ -1,4 +1,4 @@
-"""What is said of processes that failed: which was the first, why, and how the run goes on."""
+"""Errors about failed processes: which failed first, why, and how to resume the run."""
 
 import signal
 from dataclasses import replace
@@ -10,7 +10,7 @@ import atoll
 from atoll import recipes
 from atoll.core.errors import ConfigError
 from atoll.engines.liveness import PEER_MISSING
-from atoll.engines.processes.launch import last_error, why
+from atoll.engines.processes.launch import why
 from atoll.engines.processes.rank import rank_log_path
 from atoll.engines.processes.spec import Processes
 from atoll.engines.run_lifecycle import RunRequest
@@ -28,25 +28,6 @@ def log(folder, rank, *lines):
     path = rank_log_path(folder, rank)
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in lines))
-
-
-def test_last_error_are_the_last_error_of_a_log(tmp_path):
-    log(
-        tmp_path,
-        1,
-        "12:00:00 rank 1 of 2 on here, process 7",
-        "error: an old one.",
-        "12:00:01 saved round 2",
-        "error: the disk is full.",
-        "bye",
-    )
-    assert last_error(rank_log_path(tmp_path, 1)) == "the disk is full"
-    assert last_error(rank_log_path(tmp_path, 0)) == "", "without a log there are none"
-
-
-def test_an_error_from_before_a_ranks_last_start_is_not_its_last_error(tmp_path):
-    log(tmp_path, 1, "error: the disk is full.", "12:00:05 rank 1 of 2 on here, process 8, 1 thread(s)", "12:00:06 saved round 3")
-    assert last_error(rank_log_path(tmp_path, 1)) == ""
 
 
 def test_a_killed_rank_is_named_and_not_the_ranks_that_missed_it(tmp_path):

@@ -36,7 +36,7 @@ ALGORITHMS = [
 
 def run_rounds(group, algorithm, workload, rounds):
     """The weights in this rank's State after these rounds, and the payload that it sent."""
-    collectives, thread = GroupCollectives(group, timeout_s=60.0, piece_bytes=64), CommunicationThread()
+    collectives, thread = GroupCollectives(group, timeout_s=60.0, chunk_bytes=64), CommunicationThread()
     params, positions, done = Tree.of(workload.module()), DataPositions(workload.batches), 0
     replica = LocalReplica(workload, optimizer=SGD(lr=0.05), seed=collectives.rank)
     replica.load(params)

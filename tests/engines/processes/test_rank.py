@@ -27,13 +27,12 @@ from atoll.engines.processes.rank import (
     wait_for_all,
 )
 from atoll.engines.processes.spec import Processes
-from atoll.engines.run_lifecycle import RunRequest, RunTask, resume
-from atoll.engines.run_lifecycle import run as run_in_folder
+from atoll.engines.run_lifecycle import RunRequest, RunTask, resume, run as run_in_folder
 from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
-from atoll.telemetry import read_events
-from atoll.testing.processes import context_of, outcomes
+from atoll.telemetry.event_log import read_events
 from atoll.testing.simulated_runs import Regression
+from tests.process_pool import context_of, outcomes
 
 
 def small(**train):
@@ -166,7 +165,6 @@ def go_on(folder, own):
     assert result.params.equal(load_tree(folder / "final.safetensors"))
 
 
-@pytest.mark.usefixtures("_importable")
 def test_a_killed_run_of_a_users_workload_resumes_bit_for_bit(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert alone(begin, whole, []) == 0

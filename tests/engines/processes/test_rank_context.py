@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.core.errors import ExchangeFailed
 from atoll.engines import liveness
 from atoll.engines.liveness import FailureAttribution, store_heartbeat
 from atoll.engines.processes.rank import join_ranks
 from atoll.engines.processes.rank_context import RankContext, create_context
-from atoll.testing.processes import context_of
+from tests.process_pool import context_of
 
 
 def place_and_groups(group, devices):
@@ -63,18 +63,6 @@ def test_a_value_that_is_never_set_is_waited_for_up_to_the_timeout(four):
     assert "rank 0 waited" in str(error)
     assert "for rank 1 to set never: it takes longer" in str(error)
     assert (nothing, word, too) == (None, "here I am", "here I am")
-
-
-def refused(group):
-    try:
-        create_context(context_of(group).store, 0, 3, devices=2)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def test_a_number_of_processes_that_the_devices_do_not_divide_is_refused(four):
-    assert all("3 processes cannot be islands of 2 devices" in text for text in four.run(refused, size=3))
 
 
 def test_one_process_is_a_group_of_its_own(monkeypatch):

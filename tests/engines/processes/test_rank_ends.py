@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.liveness import FailureAttribution, recorded_exit_reason
 from atoll.engines.point_to_point import PeerUnreachable
-from atoll.testing.processes import context_of, outcomes, sum_until_killed
+from tests.process_pool import context_of, outcomes, sum_until_killed
 
 
 def test_peers_can_read_why_a_rank_ended():

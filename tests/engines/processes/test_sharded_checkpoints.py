@@ -1,4 +1,4 @@
-"""Checkpoints of many processes: to the bit for as many, and whole for any other number."""
+"""Checkpoints of several processes: the same number resumes to the same bits, any other number reads the whole."""
 
 import copy
 import json
@@ -24,8 +24,8 @@ from atoll.engines.checkpoints import CheckpointPart, ShardSlice
 from atoll.engines.processes.rank_context import RankContext
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.optim.adam import AdamW
-from atoll.testing.processes import ProcessPool, context_of, engine_of, outcomes
 from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine
+from tests.process_pool import ProcessPool, context_of, engine_of, outcomes
 
 RULE = AdamW(lr=0.05)
 WORKLOAD = Regression(hidden=3)
@@ -43,8 +43,8 @@ STOP = 2
 """The round after which runs are stopped here, of four."""
 
 
-class Told(NamedTuple):
-    """What one rank tells of its part in a run."""
+class RankOutcome(NamedTuple):
+    """The results of one rank of a run."""
 
     begun: Tree
     """The weights that it began, or went on, with."""
@@ -92,7 +92,7 @@ def taking_part(group, folder, kind, stop=None, workload=WORKLOAD, machines=1, r
     if found is not None:
         engine.restore(found.metadata["engine"], checkpoints.loader(found, engine.parts()))
     rank, parts = world.rank, engine.parts()
-    begun, slices = engine.params().copy(), [tree.copy() for tree in trees(parts["sharded"].value)]
+    begun, slices = engine.params.copy(), [tree.copy() for tree in trees(parts["sharded"].value)]
     replica = copy.deepcopy(parts[f"replica-{rank}"].value["optimizer"]) if inside is None else None
     before = parts[f"read-{rank}"].value["position"]
     try:
@@ -100,9 +100,9 @@ def taking_part(group, folder, kind, stop=None, workload=WORKLOAD, machines=1, r
     except Stop:
         finished = None
     after = engine.parts()[f"read-{rank}"].value["position"]
-    told = Told(begun, slices, replica, (before, after), engine.params().copy(), finished, timeless(sink.events), saved)
+    outcome = RankOutcome(begun, slices, replica, (before, after), engine.params.copy(), finished, timeless(sink.events), saved)
     engine.close()
-    return told._replace(parts={name: part.value for name, part in saved.items()})
+    return outcome._replace(parts={name: part.value for name, part in saved.items()})
 
 
 def same(one, two):
@@ -145,10 +145,10 @@ def test_as_many_processes_resume_bit_for_bit(four, tmp_path, kind):
 
 
 def test_a_half_of_a_batch_that_waits_is_saved(four, tmp_path):
-    """Else the test above would say less than it seems to."""
+    """Else the test above would check less than it seems to."""
     stopped = four.run(taking_part, tmp_path, "ACCO", STOP)
-    for rank, told in enumerate(stopped):
-        own = told.parts[f"own-{rank}"]
+    for rank, outcome in enumerate(stopped):
+        own = outcome.parts[f"own-{rank}"]
         assert own["state"]["first"].weight == 2
         assert own["pending_tokens"] == own["state"]["first"].tokens > 0
 
@@ -164,11 +164,11 @@ def test_another_number_of_processes_resumes_from_the_same_weights_with_new_slic
     workload = Regression(hidden=3, batches=RegressionBatches(num_shards=before))
     stopped = four.run(taking_part, tmp_path, kind, STOP, workload, size=before)
     resumed = four.run(taking_part, tmp_path, kind, None, workload, size=after)
-    assert all(told.begun.equal(stopped[0].ended) for told in resumed)
-    assert all(told.ended.equal(resumed[0].ended) for told in resumed)
+    assert all(outcome.begun.equal(stopped[0].ended) for outcome in resumed)
+    assert all(outcome.ended.equal(resumed[0].ended) for outcome in resumed)
     assert not resumed[0].ended.equal(resumed[0].begun)
     assert resumed[0].finished.rounds == 4
-    assert same(joined(told.slices for told in resumed), joined(trees(told.parts["sharded"]) for told in stopped))
+    assert same(joined(outcome.slices for outcome in resumed), joined(trees(outcome.parts["sharded"]) for outcome in stopped))
     assert len(resumed[0].slices) == (3 if kind in ("ZeRO1", "ACCO") else 0), "weights and two moments"
     rounds = [json.loads(line) for line in resumed[0].events if '"RoundFinished"' in line]
     assert [line["islands"] for line in rounds] == [after] * 2
@@ -190,30 +190,30 @@ def test_a_former_rank_keeps_its_moments_and_a_new_one_starts_without(four, tmp_
 
 
 def test_data_positions_resume_for_any_number_of_readers(four, tmp_path):
-    """Shards that nobody reads for a while are not read from the beginning again."""
+    """Shards that no rank reads for a while are not read from the beginning again."""
     first = four.run(taking_part, tmp_path, "DDP", 1)
-    assert [told.positions for told in first] == [((0, 1), (2, 1))] * 4
+    assert [outcome.positions for outcome in first] == [((0, 1), (2, 1))] * 4
     second = four.run(taking_part, tmp_path, "DDP", 2, size=2)
-    assert [told.positions for told in second] == [((2, 1), (4, 1))] * 2
+    assert [outcome.positions for outcome in second] == [((2, 1), (4, 1))] * 2
     third = four.run(taking_part, tmp_path, "DDP", 3)
-    assert [told.positions[0] for told in third] == [(4, 1), (4, 1), (2, 1), (2, 1)]
+    assert [outcome.positions[0] for outcome in third] == [(4, 1), (4, 1), (2, 1), (2, 1)]
 
 
 def test_readers_that_share_a_shard_share_its_position_too(four, tmp_path):
     workload = Regression(hidden=3, batches=RegressionBatches(num_shards=2))
     four.run(taking_part, tmp_path, "DDP", 1, workload, size=2)
     resumed = four.run(taking_part, tmp_path, "DDP", 2, workload)
-    assert [told.positions for told in resumed] == [((2, 1), (6, 1))] * 4
+    assert [outcome.positions for outcome in resumed] == [((2, 1), (6, 1))] * 4
 
 
 @pytest.mark.parametrize("kind", ["two-DDP", "two-ACCO"])
 def test_islands_of_devices_are_added_and_removed_as_a_whole(four, tmp_path, kind):
     stopped = four.run(taking_part, tmp_path, kind, STOP)
     fewer = four.run(taking_part, tmp_path, kind, STOP + 1, size=2)
-    assert all(told.begun.equal(stopped[0].ended) for told in fewer)
+    assert all(outcome.begun.equal(stopped[0].ended) for outcome in fewer)
     more = four.run(taking_part, tmp_path, kind)
-    assert all(told.begun.equal(fewer[0].ended) for told in more)
-    assert all(told.ended.equal(more[0].ended) for told in more)
+    assert all(outcome.begun.equal(fewer[0].ended) for outcome in more)
+    assert all(outcome.ended.equal(more[0].ended) for outcome in more)
     assert more[0].finished.rounds == 4
 
 
@@ -295,9 +295,9 @@ def dying(group, folder, victim, lives):
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_older_checkpoint(four, tmp_path):
-    told = four.run(failing, tmp_path, size=3)
-    assert all(text is not None and "could not be written" in text for text in told)
-    assert "The checkpoint of round 1 is untouched" in told[0]
+    outcome = four.run(failing, tmp_path, size=3)
+    assert all(text is not None and "could not be written" in text for text in outcome)
+    assert "The checkpoint of round 1 is untouched" in outcome[0]
     assert four.run(reading, tmp_path, size=3) == [(1, [n + 1.0 for n in range(10)], 10 + rank) for rank in range(3)]
 
 
@@ -374,14 +374,14 @@ def apart(group, folder, rounds):
     return found and found.round
 
 
-def test_machines_go_on_from_the_newest_checkpoint_that_all_of_them_have(four, tmp_path):
+def test_machines_continue_from_the_newest_checkpoint_that_all_of_them_have(four, tmp_path):
     assert four.run(apart, tmp_path, [1, 2], size=2) == [2, 2]
     (tmp_path / "machine-1" / "00000002").rename(tmp_path / "machine-1" / "00000001")
-    told = four.run(apart, tmp_path, [], size=2)
-    assert all("[2]" in text and "[1]" in text for text in told), "not from the beginning, as if nothing had been saved"
+    outcome = four.run(apart, tmp_path, [], size=2)
+    assert all("[2]" in text and "[1]" in text for text in outcome), "not from the beginning, as if nothing had been saved"
 
 
-def test_marks_of_processes_that_were_killed_mislead_nobody(four, tmp_path):
+def test_marks_of_processes_that_were_killed_do_not_mislead_others(four, tmp_path):
     for machine, killed in (("machine-0", 1), ("machine-1", 0)):
         (tmp_path / machine).mkdir()
         (tmp_path / machine / f".seen-by-{killed}").touch()

@@ -61,7 +61,7 @@ def restored_sigterm_handler():
 
 
 class Refused(Exception):
-    """As Ray says that a token is wrong."""
+    """Raises as Ray does for a wrong token."""
 
 
 def fake_ray(monkeypatch, *, connected_to=None, fails=None):

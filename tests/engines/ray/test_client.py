@@ -16,6 +16,11 @@ class TimedOut(Exception):
     """Ray's error for a timeout."""
 
 
+@pytest.fixture(autouse=True)
+def retries_at_once(monkeypatch):
+    monkeypatch.setattr("atoll.engines.ray.client._RETRY_S", 0.0)
+
+
 def client_of(answers, timeout_s=5.0):
     """A client of a hub with these replies, and what the client logs."""
     answers, logged, waits, reported = iter(answers), [], [], []
@@ -35,8 +40,7 @@ def client_of(answers, timeout_s=5.0):
     hub = SimpleNamespace(status=SimpleNamespace(remote=lambda *arguments: next(answers)))
     hub.weights_lost = SimpleNamespace(remote=reported.append)
     hub.ping = SimpleNamespace(remote=lambda: next(answers))
-    ray, never = SimpleNamespace(get=get, exceptions=errors), lambda seconds: None
-    client = HubClient(ray, hub, timeout_s=timeout_s, log=logged.append, sleep=never)
+    client = HubClient(SimpleNamespace(get=get, exceptions=errors), hub, timeout_s=timeout_s, log=logged.append)
     client.waits, client.reported = waits, reported
     return client, logged, Broken
 

@@ -63,8 +63,8 @@ def request(number=1, weights=WEIGHTS):
 class FakeHub:
     """Replies with these statuses in order, then with the last one. Records the calls."""
 
-    def __init__(self, tells, ends=(), outcomes=(), after_evaluation=()):
-        self.tells, self.ends, self.outcomes, self.asked = list(tells), list(ends), list(outcomes), []
+    def __init__(self, statuses, ends=(), outcomes=(), after_evaluation=()):
+        self.statuses, self.ends, self.outcomes, self.asked = list(statuses), list(ends), list(outcomes), []
         self.after_evaluation, self.saves = after_evaluation, True
 
     def __getattr__(self, what):
@@ -77,7 +77,7 @@ class FakeHub:
     def answer(self, what):
         match what:
             case "status":
-                return self.tells.pop(0) if len(self.tells) > 1 else self.tells[0]
+                return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
             case "finish":
                 return self.ends.pop(0) if self.ends else "the figures"
             case "result":
@@ -85,7 +85,7 @@ class FakeHub:
             case "save":
                 return self.saves
             case "evaluated":
-                self.tells += self.after_evaluation
+                self.statuses += self.after_evaluation
         return None
 
     def of(self, what):
@@ -143,11 +143,17 @@ def engine_of(hub, evaluate=lambda params, buffers: {"loss": 1.5}):
     return engine, ray, sink, logged
 
 
+def run(engine):
+    """Drives an engine to the end, as the driver does."""
+    assert list(engine.train()) == [], "the hub saves by itself"
+    return engine.finish(0), engine.params, engine.buffers()
+
+
 def test_a_run_shows_events_and_ends_with_the_hubs_weights():
     saved = Saved(round=1, name="00000001")
     hub = FakeHub([status(events=[saved], events_seen=1), over(events_seen=1)])
     engine, _, sink, _ = engine_of(hub)
-    finished, params, buffers = engine.run()
+    finished, params, buffers = run(engine)
     assert (finished, buffers) == ("the figures", {})
     assert params.same_bits(WEIGHTS)
     assert sink.of(Saved) == [saved]
@@ -157,29 +163,29 @@ def test_a_run_shows_events_and_ends_with_the_hubs_weights():
 
 def test_a_restarted_hub_learns_the_live_workers():
     hub = FakeHub([status(1), status(2), over(2)])
-    engine_of(hub)[0].run()
+    run(engine_of(hub)[0])
     assert hub.of("set_live_workers") == [[{0: 0, 1: 1}]]
 
 
 def test_the_end_of_a_dead_hub_does_not_end_the_run():
     hub = FakeHub([over(1), over(2), over(2), over(2)], ends=["of the first", "of the second"])
-    assert engine_of(hub)[0].run()[0] == "of the second"
+    assert run(engine_of(hub)[0])[0] == "of the second"
 
 
 def test_a_restarted_hub_that_cannot_finish_yet_is_driven_on():
     hub = FakeHub([over(1), over(1), over(1)], ends=[None, "the figures"])
-    assert engine_of(hub)[0].run()[0] == "the figures"
+    assert run(engine_of(hub)[0])[0] == "the figures"
 
 
 def test_lost_final_weights_are_fetched_again():
     hub = FakeHub([over()], outcomes=[Gone("with its owner"), tree_bytes(WEIGHTS)])
-    assert engine_of(hub)[0].run()[1].same_bits(WEIGHTS)
+    assert run(engine_of(hub)[0])[1].same_bits(WEIGHTS)
     assert len(hub.of("weights_lost")) == 1
 
 
 def test_metrics_carry_the_number_and_epoch_of_their_request():
     hub = FakeHub([status(1, evaluations=[request(1)]), status(1, done=True)], after_evaluation=[over(1)])
-    engine_of(hub)[0].run()
+    run(engine_of(hub)[0])
     assert hub.of("evaluated") == [[1, 1, {"loss": 1.5}]]
     assert [arguments[2] for arguments in hub.of("status")][1] == 1, "a request is read once"
 
@@ -194,7 +200,7 @@ def test_dead_workers_are_replaced_during_an_evaluation():
 
     engine, ray, _, logged = engine_of(hub, evaluate)
     ray.dead = {"incarnation 0"}
-    engine.run()
+    run(engine)
     evaluating.set()
     assert hub.of("worker_died") == [[0, 0]]
     assert "worker 0 has died" in logged[0]
@@ -205,14 +211,14 @@ def test_requests_of_a_dead_hub_are_dropped():
     gone = request(2)
     hub = FakeHub([status(1, evaluations=[request(1), gone]), status(2), over(2)])
     seen = []
-    engine_of(hub, lambda params, buffers: seen.append(params) or {"loss": 1.0})[0].run()
+    run(engine_of(hub, lambda params, buffers: seen.append(params) or {"loss": 1.0})[0])
     assert len(seen) == 1
 
 
 def test_lost_weights_of_a_request_are_reported_to_the_hub():
     lost = request(1, weights=Gone("spilled, and gone"))
     hub = FakeHub([status(evaluations=[lost]), over()])
-    engine_of(hub)[0].run()
+    run(engine_of(hub)[0])
     assert hub.of("weights_lost") == [[lost.weights]]
     assert hub.of("evaluated") == [[1, 1, None]], "with this hub's epoch and this number"
 
@@ -228,21 +234,21 @@ def test_lost_weights_of_a_request_are_reported_to_the_hub():
 def test_a_failed_evaluation_ends_the_run(weights, evaluate, error, says):
     hub = FakeHub([status(evaluations=[request(1, weights)]), status()])
     with pytest.raises(error, match=says):
-        engine_of(hub, evaluate)[0].run()
+        run(engine_of(hub, evaluate)[0])
 
 
 def test_an_error_of_the_hub_ends_the_run():
     hub = FakeHub([status(error=ConfigError("no such thing"))])
     with pytest.raises(ConfigError, match="no such thing"):
-        engine_of(hub)[0].run()
+        run(engine_of(hub)[0])
 
 
 def test_a_hub_that_dies_repeatedly_without_a_newer_checkpoint_ends_the_run():
     hub = FakeHub([status(epoch, local_updates=8) for epoch in range(1, 20)])
     with pytest.raises(ExchangeFailed, match=r"the hub has died 5 times in a row.*from 8 local updates each time"):
-        engine_of(hub)[0].run()
+        run(engine_of(hub)[0])
     hub = FakeHub([*(status(epoch, local_updates=epoch) for epoch in range(1, 20)), over(19)])
-    assert engine_of(hub)[0].run()[0] == "the figures", "but not if each has a newer checkpoint"
+    assert run(engine_of(hub)[0])[0] == "the figures", "but not if each has a newer checkpoint"
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_dead_worker_is_replaced_whatever_it_died_of(error, says):
     pool.dies(1, error)
     pool.turn()
     assert pool.incarnations == {0: 0, 1: 2}
-    assert died == [(1, 1)], "the pool tells the hub"
+    assert died == [(1, 1)], "the pool reports it to the hub"
     assert ray.killed == [ray.started[1]]
     assert logged == [f"worker 1 has died ({says}); a new one takes its slot"]
     pool.turn()

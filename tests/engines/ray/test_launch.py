@@ -1,4 +1,4 @@
-"""Launching a run on Ray, as far as that goes without Ray."""
+"""Launching a run on Ray: the parts that need no Ray."""
 
 import fcntl
 import os
@@ -8,7 +8,7 @@ import pytest
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
-from atoll.engines.ray.hub_storage import wait_for_former_hub
+from atoll.engines.ray.hub_checkpoints import lock_folder
 from atoll.engines.ray.launch import RayDriver
 from atoll.engines.ray.spec import Ray
 from atoll.engines.run_lifecycle import RunTask, resume
@@ -18,7 +18,7 @@ from atoll.runs.run import candidates
 from atoll.telemetry.event_log import JsonlSink
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault
-from atoll.testing.simulated_runs import arrived
+from tests.samples import arrived
 
 AT_ONCE = Ray(hub_timeout_s=1e-9, processes=2)
 
@@ -54,8 +54,8 @@ def test_a_driver_that_waits_for_a_hub_logs_it_once_and_holds_nothing_afterwards
         logged.append(line)
         os.close(hub)
 
-    wait_for_former_hub(folder.path, timeout_s=20.0, log=log)
-    wait_for_former_hub(folder.path, timeout_s=20.0, log=logged.append)
+    os.close(lock_folder(folder.path, log, 20.0))
+    os.close(lock_folder(folder.path, logged.append, 20.0))
     assert len(logged) == 1
 
 

@@ -47,7 +47,7 @@ def test_batches_without_an_example_for_each_device_are_refused():
 
 
 @pytest.mark.parametrize(("workers", "gpus"), [(1, 1), (2, 4), (3, 2), (4, 4), (5, 4), (8, 3), (7, 1)])
-def test_all_workers_find_room_on_the_gpus_each_on_one_alone(workers, gpus):
+def test_all_workers_fit_on_the_gpus_each_on_a_single_one(workers, gpus):
     share = gpus_per_worker(workers, 1, gpus)
     assert gpus * int(1 / share) >= workers
     assert share == 1.0 or workers > gpus

@@ -87,7 +87,9 @@ def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None, workload=
     engine = Ray(hub_timeout_s=1.0, devices=devices)
     shared = {"run": run, "engine": engine, "gpus": 0.0, "workload": workload, "weights": (), "logs": tmp_path}
     spec = WorkerProcessSpec(**shared, worker=2, incarnation=5)
-    return WorkerProcess(spec, SimpleNamespace(**methods), ray), hub
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("atoll.engines.ray.bootstrap.library", lambda: ray)
+        return WorkerProcess(spec, SimpleNamespace(**methods)), hub
 
 
 @pytest.fixture
@@ -184,7 +186,7 @@ def test_a_round_without_a_push_is_refused(tmp_path):
 def loads(monkeypatch):
     """Counts how often data are loaded."""
     counted = []
-    monkeypatch.setattr("atoll.engines.ray.worker.load_data", lambda *given: counted.append(given) or load_data(*given))
+    monkeypatch.setattr("atoll.engines.warm_start_training.load_data", lambda *given: counted.append(given) or load_data(*given))
     return counted
 
 

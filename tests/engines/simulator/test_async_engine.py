@@ -1,4 +1,4 @@
-"""The asynchronous simulator: times and bytes by hand, workers that come, go and die, and faulty algorithms that do not hang."""
+"""The asynchronous simulator: times and bytes by hand, workers that join, leave and die, and faulty algorithms that do not hang."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ from atoll.core.events import (
 )
 from atoll.core.flat_tree import Tree
 from atoll.engines.simulator.async_engine import AsyncSimEngine
-from atoll.engines.simulator.engine import SimSetup
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.optim.adam import AdamW
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD, Momentum, Nesterov
@@ -44,7 +44,7 @@ PLAIN = AsyncLocalSGD(inner_steps=3, outer=SGD(lr=0.3))
 
 
 def two(**settings):
-    """Two workers, one of one second a step and one of two, over slow lines."""
+    """Two workers, one of one second a step and one of two, on slow links."""
     return Cluster(**{"islands": 2, "step_time_s": (1.0, 2.0), "link": SLOW, **settings})
 
 
@@ -119,8 +119,8 @@ def test_utilisation_counts_rounds_that_the_end_cut_short():
 
 
 def test_the_authors_schedule_of_the_first_rounds_under_the_clock():
-    """20 steps of 0.58, 0.75, 1.51 and 3.33 s, grace 0.5 s, free lines: rounds of 11.6, 15.0, 30.2 and 66.6 s. Worker 1 comes at
-    30.0 and worker 2 at 30.2, so both leave at 30.2, and worker 1 is next there at 45.2."""
+    """20 steps of 0.58, 0.75, 1.51 and 3.33 s, grace 0.5 s, links that take no time: rounds of 11.6, 15.0, 30.2 and 66.6 s. Worker
+    1 arrives at 30.0 and worker 2 at 30.2, so the hub dispatches both at 30.2, and worker 1 next arrives at 45.2."""
     algorithm = AsyncLocalSGD(
         inner_steps=20, outer=Momentum(lr=0.07), weight="sqrt(k)/k", grace_s=0.5, shards="visits", ties="chance"
     )
@@ -174,7 +174,7 @@ class Readable:
     "rule", [DelayedNesterov(lr=0.5, period=9), Buffered(rule=Nesterov(lr=0.3), size=3)], ids=lambda rule: type(rule).__name__
 )
 def test_dispatched_weights_survive_the_fused_step(rule):
-    """Nine workers of very different speeds: buffers go round, and nobody may train from one that was used again."""
+    """Nine workers of very different speeds: buffers are reused, and no worker may train from one that was overwritten."""
     algorithm = AsyncLocalSGD(inner_steps=2, outer=rule, grace_s=0.4, correction=Polynomial(threshold=40))
     cluster = Cluster(islands=9, step_time_s=(0.2, 0.3, 0.5, 0.7, 1.1, 1.3, 1.7, 1.9, 9.0), step_time_jitter=0.3, link=FREE)
     fused, readable = (
@@ -207,7 +207,7 @@ def test_weights_are_evaluated_with_the_buffers_of_the_last_arrival():
     assert int(engine.buffers()["1.num_batches_tracked"]) == 6
 
 
-# --------------------------------------------------------------------------------------------------------- coming and going
+# ----------------------------------------------------------------------------------------------------- joining and leaving
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_weights_are_evaluated_with_the_buffers_of_the_last_arrival():
     ],
 )
 def test_the_data_of_a_dead_workers_round_is_dispatched_to_the_others(dies_s, computed_s, next_works):
-    """Worker 0 is there every 7 s, and takes the shard that was left as soon as that lags."""
+    """Worker 0 arrives every 7 s, and takes the abandoned shard as soon as that lags."""
     done = run(cluster=two(outages=(Outage(island=1, start_s=dies_s),)))
     assert when(done, Returned, "round", "shard", "steps", "virtual_time_s") == [(1, 1, 1, 3, dies_s)]
     assert when(done, IslandLeft, "virtual_time_s") == [(1, dies_s)]
@@ -236,7 +236,7 @@ def test_a_worker_that_rejoins_begins_with_fresh_moments():
     done = run(cluster=cluster, inner=AdamW(lr=0.01))
     assert when(done, IslandJoined, "virtual_time_s") == [(1, 13.0)]
     assert when(done, Returned, "virtual_time_s", "round") == [(1, 12.0, 3)]
-    # It brought one round at 10, died in its second, and is sent off at 13 with what the hub has then.
+    # It delivered one round at 10, died in its second, and the hub dispatches it at 13 with its weights of that time.
     assert when(done, Dispatched, "virtual_time_s", "version")[4] == (1, 13.0, 2)
     assert when(done, Arrived, "virtual_time_s") == [(0, 7.0), (1, 10.0), (0, 14.0), (0, 21.0)]
     # Back at 13, it has trained from 14.5 to 20.5, and the run ends at 21.
@@ -244,7 +244,7 @@ def test_a_worker_that_rejoins_begins_with_fresh_moments():
 
 
 def test_a_joiner_is_dispatched_at_once_while_others_wait_in_a_window():
-    """Grace 5: worker 0 is there at 7 and waits for worker 1, which comes at 10. Worker 2 joins at 8."""
+    """Grace 5: worker 0 arrives at 7 and waits for worker 1, which arrives at 10. Worker 2 joins at 8."""
     algorithm = AsyncLocalSGD(inner_steps=3, outer=SGD(lr=0.3), grace_s=5.0)
     cluster = Cluster(islands=3, step_time_s=(1.0, 2.0, 0.1), link=SLOW, outages=(Outage(island=2, start_s=0.0, stop_s=8.0),))
     done = run(algorithm, steps=5, cluster=cluster)
@@ -252,7 +252,7 @@ def test_a_joiner_is_dispatched_at_once_while_others_wait_in_a_window():
     assert when(done, Dispatched, "virtual_time_s", "version")[2:5] == [(2, 8.0, 1), (0, 10.0, 2), (1, 10.0, 2)]
     first, second = done.of(WindowClosed)[:2]
     assert (first.islands, first.virtual_time_s, first.idle_s) == ([0, 1], pytest.approx(10.0), pytest.approx([3.0, 0.0]))
-    # 8 + 1.5 + 0.3 + 2.5 = 12.3: its own window ends at 17.3, and worker 0 is there at 17.
+    # 8 + 1.5 + 0.3 + 2.5 = 12.3: its own window ends at 17.3, and worker 0 arrives at 17.
     assert (second.islands, second.opened_s) == ([2, 0], pytest.approx(12.3))
 
 
@@ -266,8 +266,11 @@ def test_a_window_closes_when_the_worker_it_waits_for_dies():
 def test_a_worker_that_waits_may_die_without_holding_up_the_others():
     algorithm = AsyncLocalSGD(inner_steps=3, outer=SGD(lr=0.3), grace_s=5.0)
     done = run(algorithm, cluster=two(outages=(Outage(island=0, start_s=8.0),)))
-    assert done.of(Returned) == []  # what it brought at 7 stands
-    assert [window.islands for window in done.of(WindowClosed)][:2] == [[], [1]]  # nobody is left to be sent off from the first
+    assert done.of(Returned) == []  # its update of 7 s stays applied
+    assert [window.islands for window in done.of(WindowClosed)][:2] == [
+        [],
+        [1],
+    ]  # no worker of the first window is left to be dispatched
     assert when(done, Arrived, "virtual_time_s") == [(0, 7.0), (1, 10.0), (1, 20.0), (1, 30.0)]
 
 
@@ -275,7 +278,7 @@ def test_all_workers_may_join_late():
     late = tuple(Outage(island=island, start_s=0.0, stop_s=100.0 + island) for island in range(2))
     done = run(cluster=two(outages=late))
     assert when(done, Arrived, "virtual_time_s")[:2] == [(0, 107.0), (1, 111.0)]
-    assert done.finished.utilisation > 0.4  # time before they came does not count
+    assert done.finished.utilisation > 0.4  # time before they joined does not count
 
 
 def test_a_run_without_workers_raises_instead_of_hanging():
@@ -291,7 +294,7 @@ def test_a_run_survives_a_pause_without_workers():
     assert done.engine.accounting.ledgers[0].present_s == pytest.approx(9.0 + 14.0)
 
 
-def test_of_a_join_and_a_leave_at_one_moment_the_join_comes_first():
+def test_of_a_join_and_a_leave_at_one_moment_the_join_is_first():
     swap = (Outage(island=0, start_s=9.0), Outage(island=1, start_s=0.0, stop_s=9.0))
     done = run(cluster=two(outages=swap))
     assert [type(event).__name__ for event in done.of(IslandJoined, IslandLeft)] == ["IslandJoined", "IslandLeft"]
@@ -299,14 +302,14 @@ def test_of_a_join_and_a_leave_at_one_moment_the_join_comes_first():
 
 
 def test_a_lost_update_costs_time_and_bytes_and_changes_no_weight():
-    """Round 1 is worker 1's first. It is there at 10 but not heard, and the worker begins again, on the same work."""
+    """Round 1 is worker 1's first. Its update is due at 10 and is lost, and the worker begins again, on the same work."""
     done = run(cluster=two(lost=(Lost(island=1, round=1),)))
     assert when(done, Arrived, "virtual_time_s") == [(0, 7.0), (0, 14.0), (1, 20.0), (0, 21.0)]
     assert when(done, Returned, "round", "virtual_time_s") == [(1, 1, 10.0)]
     again = done.of(Dispatched)[3]
     assert (again.island, again.shard, again.start, again.version) == (1, 1, 0, 1)
     assert done.engine.accounting.ledgers[1].sent_bytes == 2 * PARAMS_BYTES
-    # The six seconds of its first round were spent, though nothing came of them. At 21, where the run ends, it pulls.
+    # The six seconds of its first round count as computing, though its update was lost. At 21, where the run ends, it pulls.
     assert done.engine.accounting.ledgers[1].computed_s == pytest.approx(12.0)
     assert done.finished.tokens == 12 * 8
 
@@ -317,7 +320,7 @@ def test_each_randomly_lost_update_is_returned_once_and_the_run_completes():
     assert len(lost) > 10
     assert len({*lost, *arrived}) == len(lost) + len(arrived)
     assert done.finished.local_updates == sum(event.steps for event in done.of(Arrived)) == 120
-    assert done.finished.utilisation == pytest.approx(1.0)  # over free lines everybody computes all the time
+    assert done.finished.utilisation == pytest.approx(1.0)  # on links that take no time all workers compute all the time
 
 
 def test_presence_of_all_workers_adds_up_to_the_time_that_passed():
@@ -351,7 +354,7 @@ def test_a_worker_that_pushes_nan_repeatedly_ends_the_run_with_finite_weights():
 
 @dataclass(frozen=True)
 class Faulty(AsyncLocalSGD):
-    """Pushes what it is told to in the rounds that it is told, counted over all workers; else it is an honest algorithm."""
+    """Pushes the given deltas in the given rounds, counted over all workers; in all others it is a correct algorithm."""
 
     wrong: dict = field(default_factory=dict)
     rounds: list = field(default_factory=list)
@@ -475,17 +478,12 @@ def test_outages_are_refused_for_a_synchronous_algorithm():
         simulator(DiLoCo(inner_steps=1), steps=3, cluster=two(outages=(Outage(island=0, start_s=1.0),)))
 
 
-def test_a_run_of_no_steps_is_refused():
-    with pytest.raises(ConfigError, match=r"steps=0"):
-        simulator(PLAIN, steps=0)
-
-
 # ---------------------------------------------------------------------------------------------------------------- resuming
 
 
 @pytest.mark.parametrize("after", [1, 3, 5])
 def test_a_resumed_run_ends_with_the_same_accounting(after):
-    """Five rounds. Also one that was saved at its last step: what the other was computing then is in its books."""
+    """Five rounds. Also one that was saved at its last step: what the other was computing then is accounted."""
     saved = []
     cluster = two(lost=(Lost(island=1, round=1),), outages=(Outage(island=0, start_s=15.0, stop_s=16.0),))
     whole, sink = engine_of(cluster, steps=7, save_every=1)
@@ -501,7 +499,7 @@ def test_a_resumed_run_ends_with_the_same_accounting(after):
 
 @dataclass(frozen=True)
 class TrainsTwice:
-    """A worker that trains in two goes, so that it comes later or earlier than was foreseen."""
+    """A worker that trains in two spans, so that it arrives later or earlier than predicted."""
 
     inner: AsyncLocalSGD
 

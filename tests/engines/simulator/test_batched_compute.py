@@ -21,7 +21,8 @@ from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
 from atoll.replica.vmap_stack import VmapStack
 from atoll.runs.run import candidates
 from atoll.telemetry.event_log import read_events
-from atoll.testing.simulated_runs import SMALL, DecoderWorkload, RepeatedBatch
+from benchmarks.decoder_workload import DecoderWorkload, RepeatedBatch
+from tests.samples import SMALL
 
 torch.set_num_threads(1)
 
@@ -143,14 +144,14 @@ def test_auto_chooses_the_faster_way(one_s, all_s, how, min_jobs, monkeypatch):
     workload, made = replicas(3)
     times = iter([one_s, all_s])
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
-    told = []
-    together = BatchedCompute("auto", 3, workload.loss, compiled=False, on_decision=lambda *news: told.append(news))
+    decisions = []
+    together = BatchedCompute("auto", 3, workload.loss, compiled=False, on_decision=lambda *news: decisions.append(news))
     answers = together(trainings(made))
     together.report()
     together.report()
     assert together.how == how
     assert together._min_jobs == min_jobs
-    assert [news[0] for news in told] == [how]
+    assert [news[0] for news in decisions] == [how]
     assert [len(trained.losses) for _, trained in answers] == [2, 2, 2]
 
 
@@ -165,20 +166,20 @@ def test_auto_chooses_the_faster_way(one_s, all_s, how, min_jobs, monkeypatch):
 def test_the_reason_to_compute_apart_is_reported(rows, pass_s, why, monkeypatch):
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
     workload, made = replicas(rows)
-    times, told = iter([pass_s, 3 * pass_s]), []
-    together = BatchedCompute("auto", rows, workload.loss, compiled=False, on_decision=lambda *news: told.append(news))
+    times, decisions = iter([pass_s, 3 * pass_s]), []
+    together = BatchedCompute("auto", rows, workload.loss, compiled=False, on_decision=lambda *news: decisions.append(news))
     together(trainings(made))
     together.report()
-    assert told == [("apart", why)]
+    assert decisions == [("apart", why)]
 
 
 @pytest.mark.parametrize(("one_s", "all_s"), [(0.01, 0.025), (0.01, 0.04)])
 def test_a_resumed_run_keeps_its_decision_and_measures_nothing(one_s, all_s, monkeypatch):
     workload, made = replicas(3)
-    times, told = iter([one_s, all_s]), []
+    times, decisions = iter([one_s, all_s]), []
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
     first, second = (
-        BatchedCompute("auto", 3, workload.loss, compiled=False, on_decision=lambda *news: told.append(news)) for _ in range(2)
+        BatchedCompute("auto", 3, workload.loss, compiled=False, on_decision=lambda *news: decisions.append(news)) for _ in range(2)
     )
     unsettled = first.to_part()
     first(trainings(made))
@@ -190,16 +191,16 @@ def test_a_resumed_run_keeps_its_decision_and_measures_nothing(one_s, all_s, mon
     second.report()
     assert second.to_part() == first.to_part()
     assert second.to_part()["all"] == (first.how == "stacked")
-    assert told == [], "the log says so already"
+    assert decisions == [], "the log says so already"
 
 
 def test_replicas_that_cannot_be_stacked_compute_apart_with_a_reported_reason():
     workload, made = replicas(2, micro_batches=2)
-    told = []
-    together = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=lambda *news: told.append(news))
+    decisions = []
+    together = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=lambda *news: decisions.append(news))
     together(trainings(made))
     together.report()
-    assert told == [("apart", "each batch is cut into micro-batches, because one fills the device")]
+    assert decisions == [("apart", "each batch is cut into micro-batches, because one fills the device")]
     with pytest.raises(ConfigError, match=r"train\.together=stacked: each batch is cut"):
         BatchedCompute("stacked", 2, workload.loss, compiled=False, on_decision=print)(trainings(made))
 
@@ -217,8 +218,8 @@ def test_after_batches_of_different_shapes_auto_computes_apart(monkeypatch):
     workload = DecoderWorkload(GPT(layers=1, width=8, heads=1, head_size=8), Shorter(torch.zeros(2, 9, dtype=torch.int64)), 13)
     alone, stacked = ([LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)] for _ in range(2))
     jobs = [TrainJob(replica, 3, Work(shard=number, start=0, schedule=0, examples=1)) for number, replica in enumerate(stacked)]
-    times, told = iter([0.01, 0.012]), []
-    together = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=lambda *news: told.append(news))
+    times, decisions = iter([0.01, 0.012]), []
+    together = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=lambda *news: decisions.append(news))
     answers = together(jobs)
     together.report()
     for number, replica in enumerate(alone):
@@ -226,7 +227,7 @@ def test_after_batches_of_different_shapes_auto_computes_apart(monkeypatch):
         assert answers[number][1].losses == pytest.approx(whole.losses, rel=1e-5)
         assert answers[number][1].tokens == whole.tokens
         assert torch.allclose(replica.params().flat, stacked[number].params().flat, atol=1e-6)
-    ((how, why),) = told
+    ((how, why),) = decisions
     assert how == "apart"
     assert "(2, 5)" in why
     asks = [
@@ -284,13 +285,16 @@ def test_a_stack_without_memory_for_moments_is_freed_at_once(monkeypatch):
     class TooLarge(VmapStack):
         def reserve_moments(self):
             made.append(weakref.ref(self))
-            raise torch.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr("atoll.engines.simulator.batched_compute.VmapStack", TooLarge)
     monkeypatch.setattr("atoll.engines.simulator.batched_compute._FILLED_S", 60.0)  # on a machine that is busy, too
     workload = DecoderWorkload.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(2)]
-    together, told = BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=lambda *news: told.append(news)), []
+    together, decisions = (
+        BatchedCompute("auto", 2, workload.loss, compiled=False, on_decision=lambda *news: decisions.append(news)),
+        [],
+    )
     gc.disable()
     try:
         together([TrainJob(one, 1, Work(shard=at, start=0, schedule=0, examples=1)) for at, one in enumerate(replicas)])
@@ -298,7 +302,7 @@ def test_a_stack_without_memory_for_moments_is_freed_at_once(monkeypatch):
     finally:
         gc.enable()
     together.report()
-    assert told == [("apart", "stacked it fails: OutOfMemoryError no room")]
+    assert decisions == [("apart", "stacked it fails: OutOfMemoryError no memory")]
 
 
 def test_a_module_that_fails_stacked_computes_apart():
@@ -309,11 +313,11 @@ def test_a_module_that_fails_stacked_computes_apart():
 
     workload = Asks.of(GPT(layers=1, width=8, heads=1, head_size=8), vocab_size=13)
     made = [LocalReplica(Asks(workload.model, workload.batches, 13), optimizer=AdamW(lr=0.01)) for _ in range(2)]
-    told = []
+    decisions = []
     together = BatchedCompute(
-        "auto", 2, made[0].forward_backward.workload.loss, compiled=False, on_decision=lambda *news: told.append(news)
+        "auto", 2, made[0].forward_backward.workload.loss, compiled=False, on_decision=lambda *news: decisions.append(news)
     )
     assert [len(trained.losses) for _, trained in together(trainings(made))] == [2, 2]
     together.report()
-    assert told[0][0] == "apart"
-    assert "stacked it fails" in told[0][1]
+    assert decisions[0][0] == "apart"
+    assert "stacked it fails" in decisions[0][1]

@@ -1,4 +1,4 @@
-"""Computing on a pool: results when they are asked for, errors that come out, and settings that are put back."""
+"""Computing on a pool: results on request, errors that propagate, and settings that are restored."""
 
 import sys
 import threading
@@ -57,7 +57,7 @@ def test_run_works_with_and_without_an_open_pool():
 
 
 def test_jobs_that_draw_random_numbers_run_one_at_a_time():
-    """Torch's generators are the process's. Two that wait for each other to begin therefore wait in vain."""
+    """Torch's generators are the process's. Two jobs that wait for each other to begin therefore never begin."""
     pool, meeting = computing(), threading.Barrier(2, timeout=0.05)
     with pool.open(replica(dropout=0.5)):
         first = pool.submit(meeting.wait)
@@ -99,7 +99,7 @@ def test_closing_stops_jobs_whose_results_are_not_needed(error):
 
 
 def test_a_second_interrupt_does_not_leave_threads_behind(monkeypatch):
-    """A process that ends beside a thread which computes is aborted: whoever is impatient waits for the end of a step."""
+    """A process that ends while a thread computes is aborted, so an interrupted run waits for the end of a step."""
     pool, calls = computing(), []
     shutdown = ThreadPoolExecutor.shutdown
 

@@ -1,4 +1,4 @@
-"""The simulator: honest time, honest bytes, and the same log every time."""
+"""The simulator: virtual times and bytes by hand, and the same log from the same seed."""
 
 import copy
 import itertools
@@ -58,13 +58,13 @@ def test_spans_of_an_island_never_overlap_and_exchanges_wait_for_the_last():
 
 def test_each_island_reads_its_own_shard():
     done = simulate(DiLoCo(inner_steps=2), steps=6)
-    assert done.engine.data.positions == [6, 6, 6, 6]
+    assert done.engine.parts()["engine"]["positions"] == [(6, 1), (6, 1), (6, 1), (6, 1)]
 
 
 def test_more_islands_than_shards_share_them_without_reading_a_batch_twice():
     workload = Regression(RegressionBatches(num_shards=2))
     done = simulate(DiLoCo(inner_steps=2), steps=6, workload=workload, cluster=Cluster(islands=4))
-    assert done.engine.data.positions == [12, 12]
+    assert done.engine.parts()["engine"]["positions"] == [(12, 1), (12, 1)]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_located():
@@ -87,8 +87,10 @@ def test_nothing_is_saved_once_the_loss_is_not_finite():
 
 
 def test_steps_that_do_not_fill_rounds_are_refused_with_a_number_that_does():
-    with pytest.raises(ConfigError, match=r"steps=50 is not a positive multiple of the 20 .*Use 40"):
+    with pytest.raises(ConfigError, match=r"steps=50 is not a multiple of the 20 .*Use train.steps=40"):
         simulator(DiLoCo(inner_steps=20), steps=50)
+    with pytest.raises(ConfigError, match=r"steps=0 is not a multiple of the 20 .*Use train.steps=20"):
+        simulator(DiLoCo(inner_steps=20), steps=0)
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def test_a_diverged_replica_is_found_in_the_same_round():
 
 @dataclass(frozen=True)
 class Deserter(DiLoCo):
-    """A faulty algorithm: one island does not come to the exchange."""
+    """A faulty algorithm: one island does not reach the exchange."""
 
     async def round(self, state, replica, peers):
         return state if peers.rank == 1 else await super().round(state, replica, peers)
@@ -221,7 +223,7 @@ def test_work_requested_in_parts_is_the_same_work():
 
 @dataclass(frozen=True)
 class Hoarder(DiLoCo):
-    """Keeps a raw view of what an exchange brought: the engine must not hand that memory on."""
+    """Keeps a raw view of the result of an exchange: the engine must not reuse that memory."""
 
     async def round(self, state, replica, peers):
         replica.load(state.params)
@@ -264,7 +266,7 @@ def test_impossible_weights_are_refused(weight):
 
 @dataclass(frozen=True)
 class Noisy(Regression):
-    """Draws in its loss, where no module says so."""
+    """Draws random numbers in its loss, not in a module."""
 
     def loss(self, module, batch):
         inputs, targets = batch
@@ -355,7 +357,7 @@ class CountingState:
 
 @dataclass(frozen=True)
 class Counting(DDP):
-    """DDP that keeps a count of its own, and no weights: what was not heard is lost all the same."""
+    """DDP that keeps a count of its own, and no weights: gradients that did not arrive are lost all the same."""
 
     def init(self, params, peers):
         return CountingState(params, self.rule.init(params))
@@ -431,7 +433,7 @@ def test_a_replica_that_differs_from_the_joined_slices_is_found_in_the_same_roun
 
 @dataclass(frozen=True)
 class Adding:
-    """Brings a tree to a reduce-scatter and notes what comes back."""
+    """Passes a tree to a reduce-scatter and keeps its result."""
 
     tree: Tree
     got: list
@@ -460,7 +462,7 @@ def test_a_reduce_scatter_gives_each_its_slice_of_the_sum_and_the_sum_of_weights
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_gradients_that_are_not_finite_skip_the_update_on_all_islands(wide, value):
-    """Only the last slice looks spoilt, and yet all are told."""
+    """Only the last slice is not finite, and yet all islands learn of it."""
     got, tree = [], Tree.of({"w": torch.tensor([1.0, 1.0, value], dtype=torch.bfloat16)})
     done = simulate(Adding(tree, got, wide), steps=1, cluster=Cluster(islands=3))
     assert [one.finite for one in got] == [False] * 3

@@ -111,7 +111,7 @@ def test_one_island_with_plain_averaging_is_data_parallel_training_of_its_device
     assert done.finished.tokens == ddp.finished.tokens
     assert done.finished.sent_bytes_per_island == 0
     gathers = sum(e.what == "all_gather" for e in inner_exchanges(done))
-    assert gathers <= 3  # before all rounds but the first, unless the very same weights come in
+    assert gathers <= 3  # before all rounds but the first, unless the loaded weights are the same
     extra = gathers * sum(all_gather_cost(done.params.numel, 4, [FREE] * 3).sent_bytes) / 3
     assert done.finished.inside_bytes_per_device == pytest.approx(ddp.finished.sent_bytes_per_island + extra)
 
@@ -133,7 +133,7 @@ def test_moments_of_a_device_are_kept_over_rounds_of_islands():
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_weights_of_a_model_in_half_precision_go_out_as_they_came_in(wide):
+def test_weights_of_a_model_in_half_precision_leave_an_island_as_they_were_loaded(wide):
     """Devices keep masters in single precision, which islands exchange if their own weights are kept so."""
     workload = Regression(RegressionBatches(num_shards=4), hidden=3, dtype=torch.bfloat16)
     params = Tree.of(workload.module())
@@ -156,7 +156,7 @@ def test_two_level_training_reduces_the_loss(inside):
 
 
 def test_a_round_of_islands_takes_its_inner_steps_and_one_slow_exchange():
-    """And, where weights came in, one gather inside."""
+    """And, where weights were loaded, one gather inside."""
     slow, fast = Link(latency_s=0.1, bandwidth_mbit_per_s=1.0), Link(latency_s=0.01, bandwidth_mbit_per_s=10.0)
     cluster = Cluster(step_time_s=(2.0,), link=slow, inside=fast)
     done = two_level(ZeRO1(optimizer=SGD(lr=0.05)), cluster=cluster, inner_steps=4, rounds=5)
@@ -197,7 +197,7 @@ def test_bytes_over_the_slow_link_are_those_of_diloco_with_the_same_islands(insi
     assert done.finished.sent_bytes_per_island == plain.finished.sent_bytes_per_island
     assert (
         done.finished.control_bytes_per_island == 2 * plain.finished.control_bytes_per_island
-    )  # each device tells its counterpart
+    )  # each device sends it to its counterpart
     assert plain.finished.inside_bytes_per_device is None
 
 
@@ -236,7 +236,7 @@ def test_spans_of_a_device_never_overlap():
 
 def test_each_device_reads_a_shard_of_its_own():
     done = two_level(ZeRO1(optimizer=SGD(lr=0.05)), islands=2, devices=3)
-    assert done.engine.data.positions == [9] * 6
+    assert done.engine.parts()["engine"]["positions"] == [(9, 1)] * 6
     assert done.finished.tokens == 9 * 6 * 8
 
 
@@ -265,7 +265,7 @@ def test_deltas_weigh_by_the_examples_of_all_devices():
     weights = []
 
     @dataclass(frozen=True, kw_only=True)
-    class Told(DiLoCo):
+    class RecordsExamples(DiLoCo):
         def _weight(self, work: Work) -> float:
             weights.append(work.examples)
             return super()._weight(work)
@@ -273,11 +273,11 @@ def test_deltas_weigh_by_the_examples_of_all_devices():
     workload = Regression(RegressionBatches(num_shards=4, shard_examples=32))
     cluster = Cluster(islands=2, devices_per_island=2)
     inside = DDP(optimizer=SGD(lr=0.05))
-    simulate(Told(inner_steps=2, weighting="examples"), steps=2, inside=inside, cluster=cluster, workload=workload)
+    simulate(RecordsExamples(inner_steps=2, weighting="examples"), steps=2, inside=inside, cluster=cluster, workload=workload)
     assert weights == [64, 64]
 
 
-# ------------------------------------------------------------------------------------------------- losses, coming and going
+# ------------------------------------------------------------------------------------- lost messages, joining and leaving
 
 
 def test_an_island_that_was_left_out_continues_and_catches_up():
@@ -286,7 +286,7 @@ def test_an_island_that_was_left_out_continues_and_catches_up():
     done = two_level(ACCO(optimizer=AdamW(lr=0.05)), cluster=cluster, rounds=4)
     assert [(e.island, e.round) for e in done.of(CaughtUp)] == [(1, 2)]
     dropped = [done.engine.islands[island].devices.members[0].state.dropped for island in (0, 1)]
-    assert dropped == [3.0, 2.0]  # after the round in which it was not heard, no weights came in
+    assert dropped == [3.0, 2.0]  # after the round that it missed, it loaded no weights
     steps = [done.engine.islands[island].devices.members[0].state.steps for island in (0, 1)]
     assert steps == [12.0, 12.0]
 

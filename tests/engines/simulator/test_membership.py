@@ -1,12 +1,15 @@
-"""Islands that come and go, and how they are given what all hold."""
+"""Islands that join and leave, and how they receive the shared state."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 
+from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
 from atoll.core.events import CaughtUp, Computed, Exchanged, IslandJoined, IslandLeft, RoundFinished
+from atoll.engines import run_lifecycle
 from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Away, Cluster, Link, Lost
 from atoll.testing.simulated_runs import Regression, run_engine, simulate, simulator
@@ -27,8 +30,8 @@ def test_a_joiner_gets_weights_and_momentum_and_its_bytes_are_counted():
     before = next(e for e in done.of(RoundFinished) if e.round == 4).virtual_time_s
     assert next(e for e in done.of(Computed) if e.island == 1 and e.round == 4).start_s == joined[0].virtual_time_s
     assert joined[0].virtual_time_s == pytest.approx(before + 0.03 + joined[0].sent_bytes / 12.5e6)
-    everybody = sum(sum(e.sent_bytes) for e in done.of(Exchanged)) + joined[0].sent_bytes
-    assert done.finished.sent_bytes_per_island == pytest.approx(everybody / 3)
+    sent_bytes = sum(sum(e.sent_bytes) for e in done.of(Exchanged)) + joined[0].sent_bytes
+    assert done.finished.sent_bytes_per_island == pytest.approx(sent_bytes / 3)
 
 
 def test_a_joiner_starts_with_fresh_moments_at_the_global_schedule_position():
@@ -39,7 +42,7 @@ def test_a_joiner_starts_with_fresh_moments_at_the_global_schedule_position():
 
 
 def test_two_islands_behind_are_served_one_after_the_other():
-    """Both are lost in round 0; the one that was heard sends to one of them and then to the other."""
+    """Both are lost in round 0; the island that took part sends to one of them and then to the other."""
     cluster = Cluster(islands=3, lost=(Lost(island=1, round=0), Lost(island=2, round=0)))
     done = simulate(DiLoCo(inner_steps=1), steps=2, cluster=cluster)
     first, second = done.of(CaughtUp)
@@ -48,7 +51,7 @@ def test_two_islands_behind_are_served_one_after_the_other():
 
 
 def test_a_resumed_run_chooses_the_same_donors():
-    """Two islands come back one after the other; lines differ, so another donor would be another virtual time."""
+    """Two islands return one after the other; links differ, so another donor would mean another virtual time."""
     away = (Away(island=0, start=1, stop=2), Away(island=1, start=1, stop=3))
     cluster = Cluster(islands=3, away=away, links=(Link(latency_s=1.0), Link(), Link()))
     saved = []
@@ -68,6 +71,8 @@ def test_the_clock_does_not_go_back_when_a_slow_island_leaves():
     assert times == sorted(times)
 
 
-def test_a_schedule_without_islands_is_rejected_before_training():
+def test_a_schedule_without_islands_is_refused_before_the_run_has_a_folder(tmp_path):
+    run = replace(recipes.demo_diloco(), cluster=Cluster(islands=1, away=(Away(island=0, start=2, stop=3),)))
     with pytest.raises(ConfigError, match="no island is left in round 2"):
-        simulator(DiLoCo(inner_steps=1), steps=4, cluster=Cluster(islands=1, away=(Away(island=0, start=2, stop=3),)))
+        run_lifecycle.run(run, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""The count of what islands hold: what the formulas have, from the live tensors, the same at every run."""
+"""The memory counter counts live tensors of islands, finds what the formulas predict, and counts the same in every run."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Flights: exchanges beside computing. One at a time, awaited within the round, and over at the moment they end."""
+"""Background exchanges: one at a time, awaited within the round, and done at the moment they end."""
 
 import math
 from dataclasses import dataclass, field
@@ -150,7 +150,7 @@ def test_a_flight_of_several_exchanges_waits_for_the_slowest_at_each():
         ends[peers.rank] = counted
 
     run(play, step_time_s=(1.0, 0.25))
-    # The fast one waits from 0.25 on for the slow one, which comes at 1; both are through at 2.
+    # The fast one waits from 0.25 on for the slow one, which arrives at 1; both are done at 2.
     assert ends == {0: 1, 1: 7}
 
 

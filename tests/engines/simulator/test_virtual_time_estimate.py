@@ -12,7 +12,7 @@ from atoll.engines.simulator import virtual_time_estimate
 from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links, virtual_time
 from atoll.runs.cluster import Link
 from atoll.runs.run import candidates
-from atoll.testing.simulated_runs import SMALL
+from tests.samples import SMALL
 
 SHORT = [*SMALL, "train.steps=8", "train.warm_start_steps=0", "cluster.link.bandwidth_mbit_per_s=2.5"]
 ROUNDS = "algorithm.inner_steps=4"

@@ -8,12 +8,12 @@ from atoll import recipes
 from atoll.core.errors import ConfigError
 from atoll.engines.elastic.spec import Elastic
 from atoll.testing.chaos.attach_faults import RunFaults
-from atoll.testing.chaos.faults import Cut, Fault, FaultScript, Kill, Slow, TimedFault
+from atoll.testing.chaos.faults import Cut, ExternalFault, FaultScript, Kill, Slow, TimedFault
 
 CUT = Cut(link="island-0001", for_s=1.0)
 
 
-def check(*faults: Fault) -> None:
+def check(*faults: ExternalFault) -> None:
     script = FaultScript(faults=tuple(TimedFault(at_s=1.0, fault=fault) for fault in faults))
     RunFaults(script).check(recipes.demo_diloco(), Elastic(processes=2))
 

@@ -60,7 +60,7 @@ SCRIPT = FaultScript(
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """The folder of the run, and what was said."""
+    """The folder of the run, and its output."""
     folder, said = tmp_path_factory.mktemp("broken") / "run", []
     run(RUN, engine=PLACE, out=folder, command=["test"], log=said.append, faults=RunFaults(SCRIPT))
     return folder, said
@@ -122,7 +122,7 @@ def test_the_quorum_continues_without_a_cut_off_island_which_rejoins(broken):
     noted = [json.loads(line) for line in (folder / "chaos.jsonl").read_text().splitlines()]
     cut = next(number for number, one in enumerate(noted) if one.get("injected", {}).get("fault") == "Cut")
     after = [(one["at_s"], one["observed"]["participating"]) for one in noted[cut:] if "observed" in one]
-    # In the middle of an exchange it is waited for, since it may come back; else the other goes on alone.
+    # During an exchange the other island waits for it, since it may return; otherwise the other trains on alone.
     waited_s = max(after[0][0] - noted[cut]["at_s"], *(later[0] - one[0] for one, later in pairwise(after)))
     assert 1 in [there for _, there in after] or waited_s > CUT_S
     assert 2 in [there for at_s, there in after if at_s > noted[cut]["at_s"] + CUT_S]

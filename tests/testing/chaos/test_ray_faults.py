@@ -5,6 +5,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import pytest
 from atoll.core.errors import ConfigError
 from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, Cut, FaultScript, Freeze, FullDisk, Kill, TimedFault, UpdateFault
-from atoll.testing.chaos.ray_faults import HUB, RayFaultInjector, check_ray_script, ray_processes
-from atoll.testing.simulated_runs import arrived
+from atoll.testing.chaos.ray_faults import HUB, check_ray_script, inject_ray_faults, ray_processes
+from tests.samples import arrived
 
 NODE = platform.node()
 FIRST = arrived()
@@ -80,7 +81,7 @@ def test_the_clock_starts_at_the_first_arrived_update(tmp_path, processes):
     assert worker.poll() is None
 
 
-# ---------------------------------------------------------------------------------------------- RayFaultInjector ----------
+# --------------------------------------------------------------------------------------------- inject_ray_faults ----------
 
 
 def script(*faults):
@@ -96,7 +97,7 @@ def test_faults_are_injected_in_a_thread_and_skipped_on_other_machines(tmp_path,
     write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
     write(tmp_path, "worker-0", f"worker 0: incarnation 0: process {worker.pid} on {NODE}, 1 thread(s)")
     write(tmp_path, "worker-1", f"worker 1: incarnation 1: process {worker.pid} on far.away, 1 thread(s)")
-    with RayFaultInjector(script(Kill(victim="worker-1"), Kill(victim=HUB)), tmp_path) as chaos:
+    with inject_ray_faults(script(Kill(victim="worker-1"), Kill(victim=HUB)), tmp_path) as chaos:
         assert done(tmp_path) == [], "its clock has not begun"
         chaos.emit(FIRST)
         assert hub.wait(timeout=20) == -signal.SIGKILL
@@ -115,7 +116,7 @@ def test_a_frozen_hub_continues_when_the_run_ends_with_an_exception(tmp_path, pr
         until(lambda: state_of(hub) == "T")
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), RayFaultInjector(script(Freeze(victim=HUB, for_s=1000.0)), tmp_path) as chaos:
+    with pytest.raises(KeyboardInterrupt), inject_ray_faults(script(Freeze(victim=HUB, for_s=1000.0)), tmp_path) as chaos:
         interrupted(chaos)
     until(lambda: state_of(hub) != "T")
     assert [list(one)[1] for one in done(tmp_path)] == ["injected", "reverted"]
@@ -124,14 +125,15 @@ def test_a_frozen_hub_continues_when_the_run_ends_with_an_exception(tmp_path, pr
 def test_a_fault_that_cannot_be_logged_is_not_injected_and_raises_at_the_end(tmp_path, processes):
     hub, *_ = processes
     write(tmp_path, "hub", f"hub on {NODE}, process {hub.pid}, 1 thread(s)")
-    chaos = RayFaultInjector(script(Kill(victim=HUB)), tmp_path)
-    (tmp_path / CHAOS_LOG).unlink()
-    (tmp_path / CHAOS_LOG).mkdir()
-    chaos.__enter__()
-    chaos.emit(FIRST)
-    until(lambda: not chaos._thread.is_alive())
-    with pytest.raises(IsADirectoryError):
-        chaos.__exit__(None, None, None)
+
+    def unwritable(chaos):
+        (tmp_path / CHAOS_LOG).unlink()
+        (tmp_path / CHAOS_LOG).mkdir()
+        chaos.emit(FIRST)
+        until(lambda: "chaos" not in {thread.name for thread in threading.enumerate()})
+
+    with pytest.raises(IsADirectoryError), inject_ray_faults(script(Kill(victim=HUB)), tmp_path) as chaos:
+        unwritable(chaos)
     assert hub.poll() is None
 
 

@@ -55,7 +55,7 @@ def test_a_missing_last_unit_is_found_by_the_count():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run of two islands, one of which was killed after its second commit, and came back for the fourth."""
+    """A run of two islands, one of which was killed after its second commit and took part in the fourth again."""
     with JsonlSink(tmp_path / "events.jsonl") as log:
         for event in (
             leased(1, (0, 0, 0), (1, 1, 0)),
@@ -126,7 +126,7 @@ def test_the_report_as_text(folder):
     assert report_text(elastic_report(folder)).splitlines() == [
         "faults        1 Kill",
         "commits       4 in 5 attempts (80 % succeeded); 0 deltas refused, 0 checkpoints not saved",
-        "islands       2.00 known, 2.00 alive, 1.75 participating on average (0.875 of those alive)",
+        "islands       2 known, 2.00 alive, 1.75 participating on average (0.875 of those alive)",
         "data          6 units delivered, 1 leased again: each in exactly one commit",
         "equal bits    7 digests of islands' own logs compared, none differs",
         "recovery      after a kill the other islands commit within 1.5 s (median; at most 1.5 s), "

@@ -9,7 +9,7 @@ from atoll.core.events import Dispatched, Evaluated, HubRestarted, IslandJoined,
 from atoll.telemetry.event_log import JsonlSink
 from atoll.testing.chaos.faults import CHAOS_LOG
 from atoll.testing.chaos.reports import hub_report, report_text, update_violations
-from atoll.testing.simulated_runs import arrived
+from tests.samples import arrived
 
 STEPS = 4
 
@@ -89,7 +89,7 @@ def test_the_report_counts_workers_restarts_and_skipped_faults(tmp_path):
         joined(0, 8),
         Refused(island=1, round=3, reason="it was delivered twice", **at_wall_time(8)),
         Returned(island=1, round=3, shard=0, steps=STEPS, **at_wall_time(8)),
-        SaveFailed(round=3, reason="no room"),
+        SaveFailed(round=3, reason="no space"),
         Evaluated(**figures, metrics={"loss": 2.5}, **at_wall_time(9)),
         Evaluated(**figures, metrics={"loss": 2.25}, **at_wall_time(9)),
     ]
@@ -102,7 +102,7 @@ def test_the_report_counts_workers_restarts_and_skipped_faults(tmp_path):
     ]
     report = hub_report(folder_of(tmp_path, events, actions))
     assert (report.injected, report.skipped) == ({"Kill": 2, "Freeze": 1}, ("Kill of worker-2 (no such process on this machine)",))
-    assert (report.arrived, report.applied, report.local_updates, report.violations) == (3, 2, 12, ())
+    assert (report.arrivals, report.applied, report.violations) == (3, 2, ())
     assert (report.left, report.joined, report.rejoined) == (2, 2, 1)
     assert (report.restarts, report.lost_rounds, report.lost_local_updates) == (1, 3, 12)
     assert (report.refused, report.returned, report.not_saved, report.loss) == (1, 1, 1, 2.25)

@@ -4,9 +4,6 @@
 >>> work = Work(shard=0, start=0, schedule=0, examples=512)
 >>> override(work, ["start=20", "examples=1e3"])
 Work(shard=0, start=20, schedule=0, examples=1000, pieces=1)
->>> override(work, ["exmples=1e3"])
-Traceback (most recent call last):
-atoll.core.errors.ConfigError: exmples: Work has no such setting. Near it: examples. ...
 
 A value is a number, `true`, `none`, text (in quotes if it needs them), `[a, b]`, or `Name` and `Name(field=value)` for a dataclass
 that may stand there. All changes to one dataclass are made at once, so that settings which are valid only together can be given
@@ -26,26 +23,15 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, get_origin
 
-from atoll.core.config.setting_paths import NO_PRESETS, WORDS, Candidates, Presets, describe, no_candidates, text_of, type_text
-from atoll.core.config.type_checks import (
-    choices_of,
-    default_of,
-    hints_of,
-    is_protocol,
-    is_record,
-    item_hints,
-    joined,
-    members_of,
-    missing_fields,
-    settable,
-)
+from atoll.core.config import type_checks as tc
+from atoll.core.config.setting_paths import NO_CANDIDATES, NO_PRESETS, WORDS, Candidates, Presets, describe, text_of, type_text
 from atoll.core.errors import ConfigError
 
 R = TypeVar("R")
 _SCALARS = (NoneType, bool, Literal, int, float, Path, str)  # in this order: text last, since everything is text
 
 
-def override(run: R, assignments: Sequence[str], candidates: Candidates = no_candidates, presets: Presets = NO_PRESETS) -> R:
+def override(run: R, assignments: Sequence[str], candidates: Candidates = NO_CANDIDATES, presets: Presets = NO_PRESETS) -> R:
     """The Run with these settings changed, each written `path=value`. If a path is given twice, the last one counts.
 
     ConfigError if a path does not exist, a value does not fit there, or a dataclass refuses the whole.
@@ -115,7 +101,7 @@ def _assignment(text: str, run: Any) -> _Edit:
 
 
 def _example(path: str, run: Any) -> str:
-    """How the setting at this path is given, or else one that is called alike."""
+    """How the setting at this path is given, or else one with a similar name."""
     now = {setting.path: setting.text for setting in describe(run)}
     near = difflib.get_close_matches(path, now, n=1)
     meant = path if path in now else near[0] if near else ""
@@ -156,7 +142,7 @@ class _Editor:
         if (called := expr.called()) in classes:
             return self._construct(classes[str(called)], expr, edit, at)
         items = expr.items()
-        if items is not None and item_hints(hint, len(items)) is not None:
+        if items is not None and tc.item_hints(hint, len(items)) is not None:
             given = _merge(_Edit(None, {str(i): _Edit(item) for i, item in enumerate(items)}), _Edit(None, edit.inside))
             return self._items(given, (MISSING,) * len(items), hint, at)
         value = next((v for member in _SCALARS if (v := _scalar(expr, member, hint)) is not MISSING), MISSING)
@@ -167,14 +153,14 @@ class _Editor:
     def _inside(self, edit: _Edit, now: Any, hint: Any, at: str, classes: Mapping[str, type]) -> Any:
         if not edit.inside:
             return now
-        if is_record(now):
+        if tc.is_record(now):
             values = self._values(edit, type(now), now, at)
             with _refusal_at(at):
                 return replace(now, **values)
         if isinstance(now, tuple):
             return self._items(edit, now, hint, at)
         inner, what = next(iter(edit.inside)), "not set" if now is MISSING else text_of(now)
-        example = next((f"{at}={n}({inner}=...)" for n, kind in classes.items() if inner in settable(kind)), f"{at}=...")
+        example = next((f"{at}={n}({inner}=...)" for n, kind in classes.items() if inner in tc.settable(kind)), f"{at}=...")
         raise ConfigError(
             f"{at}.{inner}: {at} is {what} now, which has nothing inside. Allowed there: {type_text(hint, self.candidates)}. "
             f"Give {at} as a whole, such as {example}."
@@ -184,11 +170,11 @@ class _Editor:
         """A new dataclass from `Name(field=value)`, with what was given for its fields by later paths."""
         if isinstance(expr.node, ast.Call) and (expr.node.args or len(expr.keywords()) < len(expr.node.keywords)):
             raise ConfigError(
-                f"{at}={expr.text}: values need names. Write {kind.__name__}({', '.join(settable(kind))}) with name=value."
+                f"{at}={expr.text}: values need names. Write {kind.__name__}({', '.join(tc.settable(kind))}) with name=value."
             )
         given = _merge(_Edit(None, {name: _Edit(part) for name, part in expr.keywords().items()}), _Edit(None, edit.inside))
         values = self._values(given, kind, None, at)
-        missing = missing_fields(kind, values)
+        missing = tc.missing_fields(kind, values)
         if missing:
             example = ", ".join(f"{name}=..." for name in missing)
             raise ConfigError(f"{at}={expr.text}: {kind.__name__} needs {', '.join(missing)}. Write {kind.__name__}({example}).")
@@ -197,15 +183,15 @@ class _Editor:
 
     def _values(self, edit: _Edit, kind: type, now: Any, at: str) -> dict[str, Any]:
         """The edited fields of a dataclass of this kind, from the values in `now`; without `now`, from the defaults."""
-        known, hints = settable(kind), hints_of(kind)
+        known, hints = tc.settable(kind), tc.hints_of(kind)
         for name, inner in edit.inside.items():
             if name not in known:
-                raise ConfigError(self._unknown(".".join([joined(at, name), *_rest(inner)]), kind, at))
-        present = {n: default_of(known[n]) if now is None else getattr(now, n) for n in edit.inside}
-        return {n: self.apply(inner, present[n], hints[n], joined(at, n)) for n, inner in edit.inside.items()}
+                raise ConfigError(self._unknown(".".join([tc.joined(at, name), *_rest(inner)]), kind, at))
+        present = {n: tc.default_of(known[n]) if now is None else getattr(now, n) for n in edit.inside}
+        return {n: self.apply(inner, present[n], hints[n], tc.joined(at, n)) for n, inner in edit.inside.items()}
 
     def _items(self, edit: _Edit, now: tuple[Any, ...], hint: Any, at: str) -> tuple[Any, ...]:
-        items, hints = list(now), item_hints(hint, len(now)) or [Any] * len(now)
+        items, hints = list(now), tc.item_hints(hint, len(now)) or [Any] * len(now)
         for key, inner in edit.inside.items():
             if not (key.isdecimal() and int(key) < len(items)):
                 allowed = f"allowed are {at}.0 to {at}.{len(items) - 1}" if items else "it is empty"
@@ -215,11 +201,11 @@ class _Editor:
 
     def _classes(self, hint: Any, now: Any) -> dict[str, type]:
         """The dataclasses that may stand here, by name."""
-        origins: list[Any] = [get_origin(member) or member for member in members_of(hint)]
-        found: list[type] = [type(now)] if is_record(now) else []
+        origins: list[Any] = [get_origin(member) or member for member in tc.members_of(hint)]
+        found: list[type] = [type(now)] if tc.is_record(now) else []
         for origin in origins:
-            if is_protocol(origin):
-                found += self.candidates(origin)
+            if tc.is_protocol(origin):
+                found += self.candidates.get(origin, ())
             elif isinstance(origin, type) and is_dataclass(origin):
                 found.append(origin)
         return {kind.__name__: kind for kind in found}
@@ -234,10 +220,10 @@ class _Editor:
         return f"{at}={expr.text}: this value cannot stand here. Allowed: {allowed}. {advice}"
 
     def _unknown(self, path: str, kind: type, at: str) -> str:
-        known = dict.fromkeys([*self.known, *(joined(at, name) for name in settable(kind))])
+        known = dict.fromkeys([*self.known, *(tc.joined(at, name) for name in tc.settable(kind))])
         same = [other for other in known if other.rpartition(".")[2] == path.rpartition(".")[2]]
         near = list(dict.fromkeys([*same[:3], *difflib.get_close_matches(path, known, n=3)]))
-        hint = f"Near it: {', '.join(near)}" if near else f"It has: {', '.join(settable(kind))}"
+        hint = f"Near it: {', '.join(near)}" if near else f"It has: {', '.join(tc.settable(kind))}"
         return f"{path}: {kind.__name__} has no such setting. {hint}. `atoll show` lists all settings."
 
 
@@ -245,10 +231,10 @@ def _scalar(expr: _Expr, kind: Any, hint: Any) -> Any:
     """The value as one of this kind, or MISSING if it is none or if the hint does not allow the kind."""
     value = expr.literal()
     if kind is Literal:
-        options = choices_of(hint)
+        options = tc.choices_of(hint)
         same = (o for o in options if (type(o) is type(value) and o == value) or (isinstance(o, str) and o == expr.text))
         return next(same, MISSING)
-    if kind not in members_of(hint) and Any not in members_of(hint):
+    if kind not in tc.members_of(hint) and Any not in tc.members_of(hint):
         return MISSING
     if kind in (NoneType, bool):
         return value if type(value) is kind else MISSING

@@ -1,9 +1,4 @@
-"""Settings: each field of a Run by its path, with its value and what may stand there.
-
->>> from atoll.core.protocols import Work
->>> [setting.path for setting in describe(Work(shard=0, start=0, schedule=0, examples=512))]
-['shard', 'start', 'schedule', 'examples', 'pieces']
-"""
+"""Settings: each field of a Run by its path, with its value and what may stand there."""
 
 from __future__ import annotations
 
@@ -15,8 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from atoll.core.config.type_checks import hints_of, is_protocol, is_record, item_hints, joined, members_of, settable
 
-Candidates = Callable[[Any], Sequence[type]]
-"""Which dataclasses may stand where a Protocol is asked for. A generic Protocol is asked about without its arguments."""
+Candidates = Mapping[Any, Sequence[type]]
+"""Which dataclasses may stand where a Protocol, without type arguments, is asked for; else only the class that stands there now."""
 
 Presets = Mapping[str, Mapping[str, Callable[[], Any]]]
 """Values that have names: for the path of a setting, what each name that may stand there makes."""
@@ -29,11 +24,7 @@ WORDS: Mapping[str, Any] = {
 }
 """Words that are values and not text."""
 NO_PRESETS: Presets = {}
-
-
-def no_candidates(_protocol: Any) -> Sequence[type]:
-    """Only the class that stands there now may stand there."""
-    return ()
+NO_CANDIDATES: Candidates = {}
 
 
 class Setting(NamedTuple):
@@ -49,7 +40,7 @@ class Setting(NamedTuple):
         return text_of(self.value)
 
 
-def describe(run: Any, candidates: Candidates = no_candidates, presets: Presets = NO_PRESETS) -> list[Setting]:
+def describe(run: Any, candidates: Candidates = NO_CANDIDATES, presets: Presets = NO_PRESETS) -> list[Setting]:
     """All settings, in order: a dataclass or tuple before what is in it. Given to `override` they make the same Run again."""
     settings = _inside(run, type(run), candidates, "")
     return [setting._replace(kind=" | ".join([setting.kind, *presets.get(setting.path, ())])) for setting in settings]
@@ -94,5 +85,5 @@ def _member_text(member: Any, candidates: Candidates) -> str:
         return " | ".join(map(text_of, args))
     if origin is tuple:
         return f"[{', '.join('...' if item is Ellipsis else type_text(item, candidates) for item in args)}]"
-    names = [kind.__name__ for kind in candidates(origin)] if is_protocol(origin) else []
+    names = [kind.__name__ for kind in candidates.get(origin, ())] if is_protocol(origin) else []
     return " | ".join(names) or str(getattr(origin, "__name__", origin))

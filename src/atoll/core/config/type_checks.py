@@ -2,27 +2,6 @@
 
 A frozen dataclass checks its fields against their declared types. A Protocol is checked by its members, since any object that has
 them will do.
-
->>> from dataclasses import dataclass
->>> from typing import Literal
->>> @dataclass(frozen=True)
-... class Setting:
-...     steps: int
-...     way: Literal["up", "down"] = "up"
-...     def __post_init__(self) -> None:
-...         check_types(self)
->>> Setting(steps=2, way="dwon")
-Traceback (most recent call last):
-atoll.core.errors.ConfigError: way='dwon' is none of 'up', 'down'. Use one of them.
->>> Setting(steps=2.5)
-Traceback (most recent call last):
-atoll.core.errors.ConfigError: steps=2.5 is not a whole number. Give one.
->>> Setting(steps="2")
-Traceback (most recent call last):
-atoll.core.errors.ConfigError: steps='2' is text, not a whole number. Leave out the quotation marks.
->>> check_type("setting", Setting, Setting)
-Traceback (most recent call last):
-atoll.core.errors.ConfigError: setting is the class Setting, not a Setting. Give one: Setting(...).
 """
 
 from __future__ import annotations
@@ -182,8 +161,8 @@ def _refusal(value: Any, expected: _Expected) -> str:
         if len(expected.kinds) == len(expected.names) > 1 and not any(map(is_protocol, expected.kinds)):
             return f"={_shown(value)} is none of {', '.join(map(_example, expected.kinds))}. Use one of them."
         return f"={_shown(value)} is not {wanted}. {_advice(expected)}"
-    room = type(value).__module__.partition(".")[0]
-    kind = type(value).__name__ if room in ("__main__", "atoll") else f"{type(value).__module__}.{type(value).__name__}"
+    package = type(value).__module__.partition(".")[0]
+    kind = type(value).__name__ if package in ("__main__", "atoll") else f"{type(value).__module__}.{type(value).__name__}"
     nearest = min((missing(value, protocol) for protocol in expected.kinds if is_protocol(protocol)), key=len, default=[])
     lacks = f": it has no {', '.join(nearest)}" if nearest else ""
     return f" is {_article(kind)} {kind}, not {wanted}{lacks}. {_advice(expected)}"

@@ -16,17 +16,17 @@ from atoll.engines.elastic.data_leases import Settlement
 from atoll.engines.round_record import EventAggregator
 
 
-class ElasticAccounting:
+class ElasticAccounting(RunAccounting):
     """One island's copy. A protocols.Sink that keeps its events until they are drained."""
 
     def __init__(self) -> None:
-        self.accounting = RunAccounting(0, real=True)
+        super().__init__(0, real=True)
         self.known: list[str] = []
         """All islands that ever took part, in the order in which they joined: an island's number in events is its place here."""
         self.present: tuple[str, ...] = ()
         """The participants of the last commit."""
         self._events: list[Event] = []
-        self._aggregator = EventAggregator(self.accounting, 1, inside=False, sink=self)
+        self._aggregator = EventAggregator(self, 1, inside=False, sink=self)
 
     def emit(self, event: Event) -> None:
         self._events.append(event)
@@ -50,7 +50,7 @@ class ElasticAccounting:
         for name in commit.names:
             if name not in self.known:
                 self.known.append(name)
-                self.accounting.ledgers.append(Ledger())
+                self.ledgers.append(Ledger())
         for name, report in reports.items():
             if name not in self.present or report.donor is not None:
                 self._record_joiner(name, report, commit, number)
@@ -61,15 +61,15 @@ class ElasticAccounting:
         donor = self.known.index(report.donor) if number and report.donor in self.known else None
         sent_bytes = report.received_bytes if donor is not None else 0
         if donor is not None:
-            self.accounting.sent(donor, sent_bytes, 0)
+            self.sent(donor, sent_bytes, 0)
         self.emit(IslandJoined(island=self.known.index(name), round=number, donor=donor, sent_bytes=sent_bytes, **_time(commit)))
 
-    def record_round(self, commit: Commit, settled: Settlement, steps: int, number: int) -> None:
-        """Record a committed round, which brings the run to this many steps."""
+    def record_round(self, commit: Commit, settled: Settlement, steps: int, *, number: int, alive: int, digest: str) -> None:
+        """Record a committed round, which brings the run to this many steps and to a state of this digest."""
         agreement, numbers = commit.result, [self.known.index(name) for name in commit.names]
         records = [report.record for report in agreement.reports]
         # No update contains a rejected delta.
-        self.accounting.totals.local_updates -= sum(one.steps for rank in agreement.rejected for one in records[rank].computed)
+        self.totals.local_updates -= sum(one.steps for rank in agreement.rejected for one in records[rank].computed)
         self._aggregator.add_round(records, steps, agreement.now_s, numbers)
         for rank, reason in agreement.rejected.items():
             self.emit(Refused(island=numbers[rank], round=number, reason=reason, **_time(commit)))
@@ -77,9 +77,6 @@ class ElasticAccounting:
             what: [[self.known.index(name), *unit] for name, unit in units.items()] for what, units in settled._asdict().items()
         }
         self.emit(Leased(round=number, **became, **_time(commit)))
-
-    def record_attendance(self, commit: Commit, settled: Settlement, number: int, *, alive: int, digest: str) -> None:
-        """The last event of a commit."""
         self.emit(
             Attended(
                 round=number,
@@ -94,13 +91,12 @@ class ElasticAccounting:
         )
 
     def to_parts(self) -> dict[str, Any]:
-        return {"accounting": self.accounting.to_parts(), "known": list(self.known), "present": list(self.present)}
+        return {"accounting": super().to_parts(), "known": list(self.known), "present": list(self.present)}
 
-    def from_parts(self, parts: Mapping[str, Any], now_s: float) -> None:
-        self.accounting.from_parts(parts["accounting"])
+    def from_parts(self, parts: Mapping[str, Any]) -> None:
+        super().from_parts(parts["accounting"])
         self.known, self.present = list(parts["known"]), tuple(parts["present"])
         self._events.clear()
-        self.begin(now_s)
 
 
 def _time(commit: Commit) -> dict[str, Any]:

@@ -116,14 +116,6 @@ class Proposal:
     arrived_s: float = 0.0  # when this island was ready to exchange
 
 
-class Exchange(NamedTuple):
-    """The participants of one commit attempt, in rank order: their names, and the states that they announced, as numbers."""
-
-    collectives: GroupCollectives
-    names: tuple[str, ...]
-    states: Sequence[Sequence[float]]
-
-
 @dataclass(frozen=True)
 class Agreement:
     """What a quorum agreed on; deltas and reports in rank order."""
@@ -133,8 +125,12 @@ class Agreement:
     rejected: dict[int, str]  # the reasons, by rank
     weight: float  # of all accepted deltas
     reports: Sequence[IslandReport]
-    now_s: float  # of the clock that is furthest ahead: a joiner does not know how long its start took
     rank: int
+
+    @property
+    def now_s(self) -> float:
+        """Of the clock that is furthest ahead: a joiner does not know how long its start took."""
+        return max(one.now_s for one in self.reports)
 
 
 class ValidatedMean:
@@ -145,11 +141,11 @@ class ValidatedMean:
         self._vote_bytes = 0
         """Of the last vote. A vote is about what was counted before it, so its bytes are counted with the next round."""
 
-    def __call__(self, exchange: Exchange, proposal: Proposal) -> Agreement:
-        """Raises Disagreement if members came to different results."""
+    def __call__(self, collectives: GroupCollectives, states: Sequence[Sequence[float]], proposal: Proposal) -> Agreement:
+        """The participants announced their `states` as numbers. Raises Disagreement if they came to different results."""
         if proposal.tree is None:
-            return self._vote(exchange, proposal.report, Tree.of({"nothing": torch.zeros(0)}), [], {}, 0.0)
-        collectives, tree = exchange.collectives, proposal.tree
+            return self._vote(collectives, states, proposal.report, Tree.of({"nothing": torch.zeros(0)}), [], {}, 0.0)
+        tree = proposal.tree
         rows = self._announce(collectives, tree, proposal.weight)
         deltas = [*map(_summary, rows)]
         rejected = self._validator.rejections(deltas)
@@ -160,11 +156,11 @@ class ValidatedMean:
         mean = tree.copy() if total else tree.zeros()
         if total:
             sums = [row[3 + collectives.rank] for row in rows]
-            record.similarities = self._average(exchange, mean, weights, sums, compare=proposal.compare)
+            record.similarities = self._average(collectives, mean, weights, sums, compare=proposal.compare)
         times_s = proposal.arrived_s, self._clock.now_s()
         sent, control = collectives.sent_bytes, collectives.control_bytes + self._vote_bytes
         record.exchanges = [ExchangeRecord("mean", *times_s, sent, control, total, False, tuple(rejected), total == 0)]
-        return self._vote(exchange, replace(proposal.report, record=record), mean, rows, rejected, total)
+        return self._vote(collectives, states, replace(proposal.report, record=record), mean, rows, rejected, total)
 
     def _announce(self, collectives: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
         """All members' summaries, and the checksums of the slices that each sends, by receiving rank."""
@@ -175,27 +171,27 @@ class ValidatedMean:
         return collectives.all_gather_numbers(weight, finite, norm, *_slice_sums(tree, collectives.size))
 
     def _average(
-        self, exchange: Exchange, mean: Tree, weights: Sequence[float], sums: Sequence[float], *, compare: bool
+        self, collectives: GroupCollectives, mean: Tree, weights: Sequence[float], sums: Sequence[float], *, compare: bool
     ) -> list[DeltaSimilarity]:
-        collectives, names = exchange.collectives, exchange.names
         received = [0] * collectives.size
         products = torch.zeros(collectives.size, collectives.size, dtype=torch.float64) if compare else None
 
-        def add_to_checksum(rank: int, piece: torch.Tensor) -> None:
-            received[rank] = checksum(piece, received[rank])
+        def add_to_checksum(rank: int, chunk: torch.Tensor) -> None:
+            received[rank] = checksum(chunk, received[rank])
 
         collectives.reduce_scatter(
             mean.flat, weights, inner_products=products, on_received=add_to_checksum, divide_by=float(sum(weights))
         )
         others = [rank for rank, weight in enumerate(weights) if weight and rank != collectives.rank]
-        if damaged := [names[rank] for rank in others if received[rank] != sums[rank]]:
+        if damaged := [collectives.names[rank] for rank in others if received[rank] != sums[rank]]:
             raise Disagreement(f"the delta of {', '.join(damaged)} does not match its checksum: it was damaged on the way", damaged)
         collectives.all_gather(mean.flat)
-        return [DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights))] if products is not None else []
+        return [DeltaSimilarity(products.tolist(), weights)] if products is not None else []
 
     def _vote(
         self,
-        exchange: Exchange,
+        collectives: GroupCollectives,
+        states: Sequence[Sequence[float]],
         report: IslandReport,
         value: Tree,
         rows: Sequence[Sequence[float]],
@@ -203,23 +199,21 @@ class ValidatedMean:
         weight: float,
     ) -> Agreement:
         """Compare all that was received with all members. Only this shows that all members received what a member sent."""
-        collectives, names = exchange.collectives, exchange.names
         before_bytes = collectives.control_bytes
         try:
             texts = collectives.all_gather_text(replace(report, now_s=self._clock.now_s()).to_text())
         except (ValueError, OverflowError, RuntimeError) as error:  # no text, or of no possible length
             raise Disagreement(f"an island's report was damaged on the way: {error}") from error
-        parts = zip(_slice_sums(value, collectives.size), exchange.states, rows or [()] * collectives.size, texts, strict=True)
+        parts = zip(_slice_sums(value, collectives.size), states, rows or [()] * collectives.size, texts, strict=True)
         sums = [combine_checksums([total], f"{[*state]}{[*row]}{text}") for total, state, row, text in parts]
         digests = collectives.all_gather_numbers(*sums)
         if any(one != digests[0] for one in digests):
-            me = collectives.rank
+            me, names = collectives.rank, collectives.names
             suspects = [name for rank, name in enumerate(names) if _differs(digests, rank, me) or _differs(digests, me, rank)]
             raise Disagreement(f"islands came to different means, or received different messages ({digests})", suspects)
         self._vote_bytes = collectives.control_bytes - before_bytes
         reports = [*map(IslandReport.from_text, texts)]
-        now_s = max(one.now_s for one in reports)
-        return Agreement(value, [*map(_summary, rows)], rejected, weight, reports, now_s, collectives.rank)
+        return Agreement(value, [*map(_summary, rows)], rejected, weight, reports, collectives.rank)
 
 
 def _slice_sums(tree: Tree, size: int) -> list[int]:

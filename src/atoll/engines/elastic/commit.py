@@ -14,24 +14,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.core.errors import ExchangeFailed
-from atoll.engines.elastic.aggregation import Agreement, Disagreement, Exchange, IslandReport, Proposal, ValidatedMean
-from atoll.engines.elastic.membership import (
-    Member,
-    Membership,
-    MembershipLost,
-    Quorum,
-    QuorumMonitor,
-    choose_eviction,
-    find_duplicate,
-)
-from atoll.engines.elastic.snapshot_server import IslandStatus, query_islands
+from atoll.engines.elastic.aggregation import Agreement, Disagreement, IslandReport, Proposal, ValidatedMean
+from atoll.engines.elastic.membership import Member, Membership, MembershipLost, Quorum, QuorumMonitor
+from atoll.engines.elastic.snapshot_server import QUERY_S, SILENT_S, IslandStatus, query_islands
 from atoll.engines.elastic.state_version import VERSION_LIMIT, HeldState, StateVersion, attempt_epoch, select_state
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout
 
-_QUERY_S, _CONNECT_S, _SILENT_S, _LONGEST_S = 1.0, 2.0, 6.0, 60.0
-"""Limits for a status query, for connecting, and for an answer during an exchange. Each doubles with every failed attempt, since a
-link may be slow, up to the last."""
+_CONNECT_S, _LONGEST_S = 2.0, 60.0
+"""The limit for connecting. It doubles with every failed attempt, as QUERY_S and SILENT_S do, since a link may be slow, up to the
+last."""
 _EVICT_AFTER = 3
 """Failures of the same quorum in a row, before one of its members has to leave."""
 _RETRY_S, _LONGEST_RETRY_S, _LOG_S = 0.1, 1.0, 10.0
@@ -147,7 +139,7 @@ class CommitProtocol:
         collectives = GroupCollectives(group, timeout_s=self._timeout.start(), names=quorum.names)
         collectives.sent_bytes, collectives.control_bytes = self._wasted_bytes
         self._status.exchanging = True
-        monitor = QuorumMonitor(quorum.others, group, self._scaled(_SILENT_S))
+        monitor = QuorumMonitor(quorum.others, group, self._scaled(SILENT_S))
         try:
             with monitor:
                 commit = self._exchange(collectives, monitor, quorum, proposal)
@@ -157,7 +149,7 @@ class CommitProtocol:
             suspects = {*(error.suspects if isinstance(error, Disagreement) else ())}
             self._status.suspects |= suspects | ({monitor.failed} if monitor.failed else set())
             if monitor.failed and isinstance(error, ExchangeFailed):
-                raise ExchangeFailed(f"{monitor.failed} has not answered for {self._scaled(_SILENT_S):.0f} s") from error
+                raise ExchangeFailed(f"{monitor.failed} has not answered for {self._scaled(SILENT_S):.0f} s") from error
             raise
         self._timeout.finish()
         self._status.suspects = frozenset()
@@ -186,10 +178,10 @@ class CommitProtocol:
         stale = [rank for rank in range(collectives.size) if rank not in (*valid, *diverged)]
         collectives.remove(stale)
         monitor.ignore(stale)
-        names = tuple(name for rank, name in enumerate(quorum.names) if rank not in stale)
+        names = collectives.names
         epoch = self._last_epoch = attempt_epoch(names, first)
         announced = [row for rank, row in enumerate(rows) if rank not in stale]
-        result = self._mean(Exchange(collectives, names, announced), proposal)
+        result = self._mean(collectives, announced, proposal)
         return Commit(names, tuple(quorum.names[rank] for rank in diverged), epoch, self._failures + 1, result)
 
     # -------------------------------------------------------------------------------------------------------------- membership
@@ -198,7 +190,7 @@ class CommitProtocol:
         """Query the peers that are not in the quorum: a restarted lighthouse may form a quorum of one while another island lives,
         and both would go on alone. If a peer is ahead, this island needs its state."""
         missing = {name: address for name, address in self.peers.items() if name not in present}
-        for name, status in query_islands(missing, self._scaled(_QUERY_S)).items():
+        for name, status in query_islands(missing, self._scaled(QUERY_S)).items():
             if status.version > version:
                 raise StaleState(status.version, f"{name} holds {status.version}, and this island {version}")
             if status.version == version and time.monotonic() - began_s < self._patience_s:
@@ -210,7 +202,7 @@ class CommitProtocol:
             self._last_members, self._failures_in_a_row = quorum.members, 0
         began_s = time.monotonic()
         others = {member.name: member.address for member in quorum.others.values()}
-        answers = query_islands(others, self._scaled(_QUERY_S))
+        answers = query_islands(others, self._scaled(QUERY_S))
         took_s = time.monotonic() - began_s
         silent = [name for name in others if name not in answers]
         self._status.suspects |= set(silent)
@@ -224,7 +216,7 @@ class CommitProtocol:
 
     def _evict(self, quorum: Quorum, suspects: Mapping[str, Collection[str]]) -> None:
         """Make one member of a quorum that fails again and again leave. All members that answer choose the same one."""
-        evicted = choose_eviction(quorum.members, suspects)
+        evicted = quorum.choose_eviction(suspects)
         others = ", ".join(member.name for member in quorum.members if member is not evicted)
         if evicted is quorum.own:
             raise MembershipLost(
@@ -244,7 +236,7 @@ class CommitProtocol:
 
 def _check_names(quorum: Quorum) -> None:
     """Data are leased by name: of two islands of one name the later leaves."""
-    later = find_duplicate(quorum.members)
+    later = quorum.find_duplicate()
     if later is not None and later is quorum.own:
         raise MembershipLost(f"another island is called {later.name} too, and joined earlier. Give this one a name of its own.")
     if later is not None:

@@ -4,9 +4,6 @@ A unit is a run of batches of one shard. It is leased to an island for a round. 
 delivered. If the island died, fell behind or had its delta rejected, the unit returns and is leased again before any new one. All
 islands compute the leases by the same rule from the same commits, so no island has to be asked, and no death loses them.
 
-A rejected unit is leased to another island, if there is one. A unit that is rejected three times is dropped, since no island can
-deliver it.
-
 While all islands are present, island i trains on shard i as in any other run. An island whose shard is ahead of the others, because
 islands were away, continues with a shard that is behind.
 """
@@ -19,7 +16,8 @@ from typing import Any, NamedTuple
 from atoll.core.errors import ConfigError, ExchangeFailed
 
 REJECTION_LIMIT = 3
-"""A unit that is rejected so often, and not from one island alone, is dropped."""
+"""A rejected unit is leased to another island, if there is one. A unit that is rejected so often is dropped, since no island can
+deliver it."""
 
 
 class DataUnit(NamedTuple):

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.events import Event
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Algorithm, Batches, Work
-from atoll.engines.accounting import MAX_SKIPPED
+from atoll.engines.accounting import count_in_a_row, diverged_weights
 from atoll.engines.communication_thread import CommunicationThread
 from atoll.engines.elastic.accounting import ElasticAccounting
 from atoll.engines.elastic.aggregation import IslandReport, Proposal, UpdateValidator, ValidatedMean
@@ -88,8 +88,7 @@ class ElasticEngine:
         self._batches, self._make_replica, self._pause_s = batches, make_replica, pause_s
         self.clock = WallClock()
         self.version = StateVersion(0, 0)
-        self._accounting = ElasticAccounting()
-        self.accounting = self._accounting.accounting
+        self.accounting = ElasticAccounting()
         self._validator = UpdateValidator(spec.max_delta_ratio)
         mean = ValidatedMean(self._validator, self.clock)
         self._protocol = CommitProtocol(membership, mean, status, ExchangeTimeout(None), log, spec.quorum_timeout_s)
@@ -108,10 +107,6 @@ class ElasticEngine:
         self._observes = False
         """Whether it has just fetched the state: a lease that it held before is old, and the quorum would wait for it."""
         self._digest = self._compute_digest()
-
-    @property
-    def over(self) -> bool:
-        return self.leases.done
 
     @property
     def steps_taken(self) -> int:
@@ -166,11 +161,11 @@ class ElasticEngine:
         commit = self.peers.open(self._begin_round(None, written))
         self.version = StateVersion(self.version.round, commit.epoch)
         self.clock.set(commit.result.now_s)
-        self._accounting.begin(commit.result.now_s)
+        self.accounting.begin(commit.result.now_s)
         self._record_members(commit)
         self.leases.lease(commit.names)
         self._digest = self._compute_digest()
-        return CommittedRound(commit, self._accounting.drain(), opening=True)
+        return CommittedRound(commit, self.accounting.drain(), opening=True)
 
     def _train(self, alive: int, written: StateVersion) -> CommittedRound | StaleState:
         before, unit = self.state, None if self._observes else self.leases.active.get(self.name)
@@ -184,7 +179,7 @@ class ElasticEngine:
             return StaleState(StateVersion(self.version.round + 1, commit.epoch), DIVERGED)
         self._advance(after, commit, alive)
         self._check_progress(commit)
-        return CommittedRound(commit, self._accounting.drain(), [before, commit.result.value])
+        return CommittedRound(commit, self.accounting.drain(), [before, commit.result.value])
 
     def _begin_round(self, unit: DataUnit | None, written: StateVersion) -> Proposal:
         status = self._status
@@ -209,30 +204,25 @@ class ElasticEngine:
         self._record_members(commit)
         rejected = [commit.names[rank] for rank in agreement.rejected]
         settled = self.leases.settle(commit.delivered, rejected)
-        self._accounting.record_round(commit, settled, self.steps_taken, number)
         self.leases.lease(commit.names)
         self.leases.check()
         self._digest = self._compute_digest()
-        self._accounting.record_attendance(commit, settled, number, alive=alive, digest=self.digest)
+        self.accounting.record_round(commit, settled, self.steps_taken, number=number, alive=alive, digest=self.digest)
         if self.name in rejected:
             self.replica = self._make_replica()  # its optimizer moments are as unusable as its delta
 
     def _record_members(self, commit: Commit) -> None:
         """The participants are present, and this island is one of them."""
-        self._accounting.record_members(commit, self.version.round)
+        self.accounting.record_members(commit, self.version.round)
         self.expect_peers({name: one.address for name, one in commit.reports.items()})
         self._observes = False
         self._donor, self._received_bytes = None, 0
 
     def _check_progress(self, commit: Commit) -> None:
-        self._rounds_without_delta = 0 if commit.delivered else self._rounds_without_delta + 1
-        if self._rounds_without_delta == MAX_SKIPPED:
-            raise TrainingDiverged(f"{MAX_SKIPPED} rounds in a row had no valid delta. Lower the learning rate.")
+        why = "no delta was valid. Lower the learning rate."
+        self._rounds_without_delta = count_in_a_row(self._rounds_without_delta, not commit.delivered, why=why)
         if not self.params.is_finite():
-            raise TrainingDiverged(
-                f"the global weights are no longer finite after round {self.version.round}, though every delta was. Lower the "
-                f"outer learning rate, or set train.clip_norm."
-            )
+            raise diverged_weights(self.version.round, "delta")
 
     # ---------------------------------------------------------------------------------------------------------------- saving
 
@@ -241,7 +231,7 @@ class ElasticEngine:
 
     def _replicated(self) -> dict[str, Any]:
         """What islands replicate besides the algorithm's state. The digest leaves out the ledgers, which follow from the rest."""
-        return {"leases": self.leases.to_parts(), "validator": self._validator.to_parts(), **self._accounting.to_parts()}
+        return {"leases": self.leases.to_parts(), "validator": self._validator.to_parts(), **self.accounting.to_parts()}
 
     def metadata(self) -> dict[str, Any]:
         """All of the state but the algorithm's, as JSON data. Between two rounds only."""
@@ -274,7 +264,8 @@ class ElasticEngine:
         self.clock.set(metadata["wall_time_s"])
         self.leases.from_parts(metadata["leases"])
         self._validator.from_parts(metadata["validator"])
-        self._accounting.from_parts(metadata, metadata["wall_time_s"])
+        self.accounting.from_parts(metadata)
+        self.accounting.begin(metadata["wall_time_s"])
         self._rounds_without_delta = metadata["rounds_without_delta"]
         self.expect_peers(metadata["peers"])
         self._donor, self._received_bytes = donor, received_bytes

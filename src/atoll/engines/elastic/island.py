@@ -23,27 +23,32 @@ from atoll.engines.elastic.leader_event_log import CommitLog, CommitRecord, Lead
 from atoll.engines.elastic.membership import Membership, log_while_waiting
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import Registry
-from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, query_islands
+from atoll.engines.elastic.snapshot_server import (
+    QUERY_S,
+    SILENT_S,
+    IslandPhase,
+    IslandStatus,
+    Snapshot,
+    SnapshotServer,
+    query_islands,
+)
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
-from atoll.engines.run_lifecycle import Driver, RunTask, digest_without_islands
+from atoll.engines.run_lifecycle import RunResults, RunTask
 from atoll.engines.training_setup import loss_of, replica_of
-from atoll.engines.warm_start_training import Cache, WarmStart, get_warm_start, load_data
+from atoll.engines.warm_start_training import RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
-from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
 from atoll.runs.run import device_of, dtype_of
 from atoll.runs.validation import check_devices_share_batch
-from atoll.runs.workloads import data_fingerprint, partitioned_by_weights, sharded_workload, single_shard_workload
+from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout
 
-_POLL_S, _QUERY_S = 0.2, 1.0
-_SILENT_S = 6.0
+_POLL_S = 0.2
 """A leader that has not answered for so long after the last commit has died, and a registry that has not is gone with the run."""
 
 
-Log = Callable[[str], object]
-Interpose = Callable[[Algorithm[Any], Membership, IslandStatus, Log], tuple[Algorithm[Any], Membership]]
+Interpose = Callable[[Algorithm[Any], Membership, IslandStatus, Callable[[str], object]], tuple[Algorithm[Any], Membership]]
 """Replaces the algorithm and the membership of an island, whose status and log it gets. Fault injection enters here."""
 
 
@@ -63,7 +68,7 @@ class IslandProcess:
         host: str,
         name: str,
         folder: Path | None,
-        log: Log,
+        log: Callable[[str], object],
         interpose: Interpose | None = None,
         devices: int | None = None,
     ) -> None:
@@ -82,34 +87,30 @@ class IslandProcess:
 
     def _set_up(self, limit_s: float, interpose: Interpose | None) -> None:
         """Load the data, and build the engine, the leader log and the recovery."""
-        run, folder, cache = self._run, self._folder, Cache()
-        data = load_data(run, cache)
-        plain = single_shard_workload(run, data)
+        run, folder, preparation = self._run, self._folder, RunPreparation(self._run)
         if folder is None and partitioned_by_weights(run):
             raise ConfigError(
                 f"{self._name} joins from another machine, and this run's data are partitioned by the weights of its warm start, "
                 f"which are in the run's folder. Use data.partition=random, or start all islands on the machine with the folder."
             )
         if folder is not None:
-            warm = get_warm_start(run, plain, file=folder.warm_start, cache=None, sink=Fanout([]))
+            warm = preparation.warm_start(folder.warm_start, Fanout([]))
         else:  # a joiner fetches the weights
-            warm = WarmStart(initial_weights(plain, device_of(run), dtype_of(run)), 0, math.nan)
-        workload = sharded_workload(run, data, warm.params)
-        origin = {"run": digest_without_islands(run), "data": data_fingerprint(workload)}
-        number = _island_number(self._name)
+            warm = WarmStart(preparation.initial_weights(), 0, math.nan)
+        prepared = preparation.prepared(warm, resizable=self._spec.resizable)
+        workload, number = prepared.workload, _island_number(self._name)
         (device, *more_devices), loss = self._claim_devices(number), loss_of(run, workload)
         self._leader_log: LeaderLog | None = None
         if folder is not None:
-            driver = Driver(RunTask(run=run, spec=self._spec, folder=folder, log=self._log, cache=cache))
-            self._leader_log = LeaderLog(driver, warm, Evaluator(workload, device, dtype_of(run)), origin, self._commit_log)
-        self._origin = {**origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
+            results = RunResults(RunTask(run=run, spec=self._spec, folder=folder, log=self._log, cache=preparation.cache))
+            self._leader_log = LeaderLog(results, prepared, Evaluator(workload, device, dtype_of(run)), self._commit_log)
+        self._origin = {**prepared.origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
         sources = self._registry, self._membership, self._leader_log, self._commit_log
         self._recovery = Recovery(self._name, *sources, self._origin, self._log, limit_s)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
         membership = self._membership
         if interpose is not None:
             algorithm, membership = interpose(algorithm, membership, self.status, self._log)
-        pause_s = (self._spec.step_delay or 0.0) * run.effective_cluster.step_time(number % run.effective_cluster.islands, run.seed)
         self._engine = ElasticEngine(
             algorithm,
             membership,
@@ -119,7 +120,7 @@ class IslandProcess:
             lambda: replica_of(run, workload, loss, number, device, more_devices),
             run,
             self._spec,
-            pause_s,
+            self._spec.delay_s(run, number % run.effective_cluster.islands),
             self._log,
         )
 
@@ -156,11 +157,11 @@ class IslandProcess:
         self._membership.join()
         self.status.phase = IslandPhase.JOINED  # not before its heartbeats: the quorum waits for an island that has joined
         self._registry.refresh()
-        if not self._engine.leases.active and not self._engine.over:
+        if not self._engine.leases.active and not self._engine.leases.done:
             self._wait_for_planned_islands()
 
     def _train(self) -> None:
-        while not self._engine.over:
+        while not self._engine.leases.done:
             written = self._leader_log.written if self._leader_log is not None else NO_VERSION
             outcome = self._engine.round(len(self._registry.alive()), written)
             if isinstance(outcome, CommittedRound):
@@ -225,7 +226,7 @@ class IslandProcess:
         ready = {name: status for name, status in self._registry.alive().items() if status.phase != IslandPhase.JOINING}
         if len(ready) < planned:
             return ready
-        answers = query_islands({name: status.address for name, status in ready.items()}, _QUERY_S)
+        answers = query_islands({name: status.address for name, status in ready.items()}, QUERY_S)
         return {name: status for name, status in ready.items() if name in answers}
 
     # --------------------------------------------------------------------------------------------------------------- the end
@@ -250,19 +251,19 @@ class IslandProcess:
         leader, addresses = leader_log.other_leader, self._engine.peer_addresses
         if leader is None and leader_log.lease is None:
             # It fetched the last state, and does not know its leader: if another island with the folder answers, that may be it.
-            self._stay("the leader", lambda: leader_log.is_finished or not self._has_folder_peer(), lambda: True, _SILENT_S)
+            self._stay("the leader", lambda: leader_log.is_finished or not self._has_folder_peer(), lambda: True, SILENT_S)
         elif leader is not None and leader in addresses:
             self._log(f"{self._name} stays until {leader} has finished the run")
-            self._stay(leader, lambda: leader_log.is_finished, lambda: query_islands({leader: addresses[leader]}, _SILENT_S))
+            self._stay(leader, lambda: leader_log.is_finished, lambda: query_islands({leader: addresses[leader]}, SILENT_S))
 
     def _has_folder_peer(self) -> bool:
-        return any(status.has_folder for status in query_islands(self._engine.peer_addresses, _QUERY_S).values())
+        return any(status.has_folder for status in query_islands(self._engine.peer_addresses, QUERY_S).values())
 
     def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> None:
-        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `_SILENT_S` without an answer."""
+        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer."""
         began_s = answered_s = time.monotonic()
         with log_while_waiting(self._log, f"waiting for {leader} to finish the run"):
-            while not finished() and time.monotonic() < min(began_s + limit_s, answered_s + _SILENT_S):
+            while not finished() and time.monotonic() < min(began_s + limit_s, answered_s + SILENT_S):
                 if answers():
                     answered_s = time.monotonic()
                 time.sleep(_POLL_S)

@@ -11,7 +11,8 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,29 +31,28 @@ from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
 from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
 from atoll.engines.liveness import exit_with
-from atoll.engines.run_lifecycle import Driver, Result, RunRequest, RunTask
-from atoll.engines.spec import refuse_torchrun, write_spec
+from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
+from atoll.engines.spec import with_settings, write_spec
 from atoll.runs.run import Run, precision_notice
 from atoll.runs.validation import check_devices_share_batch
 from atoll.telemetry.sinks import Fanout
 
 
 def start(request: RunRequest) -> Result:
-    refuse_torchrun(Elastic())
     if request.workload is not None:
         raise ConfigError(
             "a user's workload lives in this process, and the islands that it starts would not have it. Use --engine processes "
             "under torchrun, or leave the workload out."
         )
     if request.run is not None:
-        check_algorithm(request.run)
+        check_replicated(request.run)
     with request.open() as task:
         if not task.finished:
             supervise(task)
-        return replace(task, workload=None).reopen()
+        return task.reopen()
 
 
-def check_algorithm(run: Run) -> None:
+def check_replicated(run: Run) -> None:
     """Refuse an algorithm whose state would be lost with an island."""
     algorithm: Any = run.resolved.algorithm
     if not isinstance(algorithm, AsyncAlgorithm):  # the spec refuses those
@@ -85,10 +85,8 @@ def supervise(task: RunTask) -> None:
     write_spec(task.folder.path, spec)
     with Fanout(list(task.sinks)) as sink:
         if task.run.train.warm_start_steps:  # once, before the islands that all start from it
-            driver = Driver(replace(task, workload=None))
-            driver.make_warm_start(driver.single_shard_workload(), sink, resuming=False)
-        injected = task.faults.attach(task) if task.faults is not None else nullcontext(ProcessHooks())
-        with injected as hooks:
+            task.preparation.warm_start(task.folder.warm_start, sink)
+        with task.injecting(ProcessHooks()) as hooks:
             supervisor = Supervisor(task, sink, hooks)
             task.log(hooks.joining or joining_line(supervisor.address))
             supervisor.run()
@@ -99,13 +97,23 @@ JOIN_TIMEOUT_S, LOCAL_TIMEOUT_S = 3600.0, 60.0
 _POLL_S = 0.2
 
 
-def join_run(address: str, devices: int | None) -> None:
-    """Be one more island of the run at this address, with this number of devices; none: as the run's islands have."""
+def join_run(address: str, settings: Sequence[str], others: Sequence[str] = ()) -> None:
+    """Be one more island of the run at this address, HOST:PORT. A joiner has one setting of its own, `engine.devices`, by default
+    as the run's islands have. Refuses all other settings, and the user's other options."""
+    foreign = [setting for setting in settings if setting.partition("=")[0] != "engine.devices"]
+    if others or foreign:
+        raise ConfigError(
+            f"{', '.join([*others, *foreign])} with --join: a joiner fetches the run from its address. Its own is --set "
+            f"engine.devices=N alone. Leave out the others."
+        )
+    spec = with_settings(Elastic(), settings)
+    assert isinstance(spec, Elastic)
     check_address(address)
     # The run may be started after the joiner. A user who mistyped the address learns how long the joiner looks for it.
     log(f"looking for the run at {address} for at most {JOIN_TIMEOUT_S:.0f} s; Ctrl-C ends it")
     # Two containers on one machine's network may have the same host name and the same process id.
-    run_island(address, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}", None, devices=devices)
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    run_island(address, name, None, devices=spec.devices if settings else None)
 
 
 def run_island(

@@ -16,27 +16,16 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.core import events as ev
 from atoll.core.errors import CheckpointError
-from atoll.core.events import (
-    Attended,
-    Evaluated,
-    Event,
-    IslandJoined,
-    RoundFinished,
-    RunStarted,
-    Saved,
-    SaveFailed,
-    WarmStartFinished,
-    from_json,
-)
 from atoll.core.serialization import replacing
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.membership import log_while_waiting, retry
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.run_lifecycle import Driver
+from atoll.engines.run_lifecycle import RunResults
 from atoll.engines.training_setup import passed_multiple
-from atoll.engines.warm_start_training import WarmStart
+from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
 from atoll.telemetry.event_log import E, JsonlSink, read_kind
 
@@ -44,8 +33,8 @@ _REMEMBERED_COMMITS = 512
 """How far the event log can lag behind."""
 _OPENED = StateVersion(0, 1 << 31)
 """The last version of a log that has events and no commit: round 0, whatever its epoch."""
-_BETWEEN_COMMITS = (Evaluated.__name__, Saved.__name__, SaveFailed.__name__)
-_BEFORE_COMMITS = (RunStarted.__name__, WarmStartFinished.__name__, IslandJoined.__name__)
+_BETWEEN_COMMITS = (ev.Evaluated.__name__, ev.Saved.__name__, ev.SaveFailed.__name__)
+_BEFORE_COMMITS = (ev.RunStarted.__name__, ev.WarmStartFinished.__name__, ev.IslandJoined.__name__)
 """Events outside of commits. A commit's own events end with Attended."""
 _RETRY_S = 2.0
 """Between two attempts to finish the run."""
@@ -63,7 +52,7 @@ class CommitRecord(NamedTuple):
 
     version: StateVersion
     opening: bool
-    events: Sequence[Event]
+    events: Sequence[ev.Event]
 
     def lines(self) -> list[str]:
         return [event.to_json() for event in self.events if event.recorded]
@@ -110,7 +99,7 @@ class CommitLog:
         """Take over the commits of another island, or of a checkpoint. Some that this island saw itself may be void."""
         self._records.clear()
         for number, epoch, opening, lines in parts:
-            self._records.append(CommitRecord(StateVersion(number, epoch), opening, [*map(from_json, lines)]))
+            self._records.append(CommitRecord(StateVersion(number, epoch), opening, [*map(ev.read_event, lines)]))
         self._written = NO_VERSION
 
 
@@ -178,7 +167,7 @@ def committed_prefix(path: Path, epochs: Mapping[int, int]) -> tuple[int, StateV
         name = line[: line.find(b",")].decode(errors="replace").removeprefix('{"event": ').strip('"')
         if not line.endswith(b"\n"):
             break
-        if name == Attended.__name__:
+        if name == ev.Attended.__name__:
             attended = json.loads(line)
             found = StateVersion(attended["round"], attended["epoch"])
             if found.round >= first and epochs.get(found.round) != found.epoch:
@@ -195,15 +184,13 @@ def committed_prefix(path: Path, epochs: Mapping[int, int]) -> tuple[int, StateV
 
 
 class LeaderLog:
-    """What one island does with the run's folder, which the driver has, when it is the leader. A checkpoint must have this
-    `origin`."""
+    """What one island does with the run's folder when it is the leader."""
 
-    def __init__(
-        self, driver: Driver, warm: WarmStart, evaluator: Evaluator, origin: Mapping[str, str | None], commit_log: CommitLog
-    ) -> None:
-        self._driver, self._warm, self._evaluator, self._origin, self._commit_log = driver, warm, evaluator, origin, commit_log
-        self._keep, self.folder, self._log = driver.run.keep, driver.folder, driver.task.log
-        self.checkpoints: Checkpoints = driver.checkpoints
+    def __init__(self, results: RunResults, prepared: Prepared, evaluator: Evaluator, commit_log: CommitLog) -> None:
+        self._results, self._evaluator, self._commit_log = results, evaluator, commit_log
+        self._warm, self._origin = prepared.warm_start, prepared.origin
+        self._keep, self.folder, self._log = results.run.keep, results.folder, results.task.log
+        self.checkpoints = Checkpoints(self.folder.checkpoints, keep=self._keep.checkpoints)
         self.lease: EventLogLease | None = None
         self._written = NO_VERSION
         """The last commit in the event log, while this island holds the lease."""
@@ -242,9 +229,9 @@ class LeaderLog:
         if committed.opening and engine.version.round == 0:
             self._evaluate(engine, lease)
             return
-        if engine.over or self._is_due(before, self._evaluated_at, self._keep.evaluate_every):
+        if engine.leases.done or self._is_due(before, self._evaluated_at, self._keep.evaluate_every):
             self._evaluate(engine, lease)
-        due = engine.over or self._void_checkpoints or self._is_due(before, self._saved_at, self._keep.save_every)
+        due = engine.leases.done or self._void_checkpoints or self._is_due(before, self._saved_at, self._keep.save_every)
         if due and not committed.opening and lease.is_held:
             self._save(engine, lease)
 
@@ -271,11 +258,11 @@ class LeaderLog:
                 self._log(f"round {number} is not saved: another island has taken the write lease")
                 return
             self._log(f"not saved: {error}")
-            lease.emit(SaveFailed(round=number, reason=str(error)))
+            lease.emit(ev.SaveFailed(round=number, reason=str(error)))
         else:
             self.checkpoints.remove(set(self._void_checkpoints) - {number})
             self._void_checkpoints, self._saved_at = [], engine.steps_taken
-            lease.emit(Saved(round=number, name=Checkpoints.name(number)))
+            lease.emit(ev.Saved(round=number, name=Checkpoints.name(number)))
 
     # --------------------------------------------------------------------------------------------------------- the event log
 
@@ -284,7 +271,7 @@ class LeaderLog:
         if (self.lease is None or not self.lease.is_held) and self.is_finished:
             raise RunAlreadyFinished
         if self.lease is not None and not self.lease.is_held:
-            written = [StateVersion(one.round, one.epoch) for one in self._logged(Attended)]
+            written = [StateVersion(one.round, one.epoch) for one in self._logged(ev.Attended)]
             if max(written, default=NO_VERSION) < engine.version:
                 self.release()  # the holder is behind. From a holder that is ahead this island, frozen meanwhile, takes nothing
         taken_over = self.lease is None
@@ -313,17 +300,15 @@ class LeaderLog:
         if missing:
             self._log(f"rounds {missing[0]} to {missing[-1]} are missing in the event log, and no island remembers them")
         lease = EventLogLease(self.folder.events, keep_bytes, seen)
-        self._steps = max((event.steps for event in self._logged(RoundFinished)), default=0)
-        self._evaluated_at = max((event.steps for event in self._logged(Evaluated)), default=0)
+        self._steps = max((event.steps for event in self._logged(ev.RoundFinished)), default=0)
+        self._evaluated_at = max((event.steps for event in self._logged(ev.Evaluated)), default=0)
         self._saved_at = 0
         with suppress(CheckpointError):  # if the newest checkpoint is damaged, a new one is due
             newest = self.checkpoints.newest()
             self._saved_at = newest.metadata.get("steps", 0) if newest is not None else 0
         if not keep_bytes:
-            self._driver.write_inputs()
-            lease.emit(self._driver.started(self._driver.single_shard_workload()))
-            if steps := self._driver.run.train.warm_start_steps:
-                lease.emit(WarmStartFinished(steps=steps, tokens=self._warm.tokens, loss=self._warm.loss))
+            self._results.begin(lease)
+            self._results.warm_started(self._warm, lease)
         return lease
 
     def _logged(self, kind: type[E]) -> list[E]:
@@ -332,11 +317,11 @@ class LeaderLog:
     @property
     def has_begun(self) -> bool:
         """Whether the event log has a round, valid or not."""
-        return bool(self._logged(RoundFinished))
+        return bool(self._logged(ev.RoundFinished))
 
     def _find_void_checkpoints(self, reached: StateVersion) -> list[int]:
         """The rounds of checkpoints whose commits were repeated, as the event log shows, or lie ahead."""
-        epochs = {one.round: one.epoch for one in self._logged(Attended)}
+        epochs = {one.round: one.epoch for one in self._logged(ev.Attended)}
         found = []
         for number in self.checkpoints.rounds():
             with suppress(CheckpointError):  # a damaged checkpoint is left for a person to look at
@@ -392,9 +377,9 @@ class LeaderLog:
             self._evaluate(engine, lease)
         finished = engine.accounting.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
         lease.emit(finished)
-        self._driver.write_final(engine.params, engine.replica.buffers(), finished, checkpoint)
+        self._results.write_final(engine.params, engine.replica.buffers(), finished, checkpoint)
         lease.check()
-        self._driver.result(self._evaluator, engine.params, engine.replica.buffers())
+        self._results.result(self._evaluator, engine.params, engine.replica.buffers())
 
     def restore(self, checkpoint: Checkpoint, engine: ElasticEngine) -> None:
         """Make an engine continue from a checkpoint."""

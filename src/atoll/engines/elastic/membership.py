@@ -11,7 +11,7 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,7 @@ from atoll.core.optional_imports import require
 from atoll.engines.elastic.rendezvous import open_store
 from atoll.engines.elastic.snapshot_server import IslandStatus, query_status
 from atoll.engines.elastic.state_version import StateVersion
-from atoll.engines.liveness import Heartbeat
+from atoll.engines.liveness import FailureDetector, Heartbeat
 from atoll.engines.point_to_point import first_sentence
 
 WAIT_LOG_S = 10.0
@@ -120,6 +120,35 @@ class Quorum:
     @property
     def others(self) -> dict[int, Member]:
         return {rank: member for rank, member in enumerate(self.members) if rank != self.rank}
+
+    def choose_eviction(self, suspects: Mapping[str, Collection[str]]) -> Member:
+        """The member with most faulty links, which leaves by itself. A link is faulty if either end reports it.
+
+        A link that is cut, that works one way only or that changes bits would stop a quorum for ever, since the lighthouse does not
+        know of it and forms the same quorum again. All members that can be queried choose the same member. On a tie an island
+        without the run's folder leaves, so that commits are still logged and saved; then the one that joined last.
+
+        >>> a, b, c = Member("a", "", True, 1.0), Member("b", "", False, 2.0), Member("c", "", False, 3.0)
+        >>> Quorum((a, b, c), 0, "").choose_eviction({"a": ["b"], "c": ["b"]}).name  # no island reaches b
+        'b'
+        >>> Quorum((a, b, c), 0, "").choose_eviction({"a": ["b", "c"]}).name  # a reaches no island
+        'a'
+        >>> Quorum((a, b), 0, "").choose_eviction({"a": ["b"], "b": ["a"]}).name
+        'b'
+        """
+        links = {frozenset((one, other)) for one, others in suspects.items() for other in others if {one, other} <= {*self.names}}
+        return max(self.members, key=lambda m: (sum(m.name in link for link in links), not m.has_folder, m.joined_s, m.name))
+
+    def find_duplicate(self) -> Member | None:
+        """A member that joined later than another of the same name; None if all names differ.
+
+        >>> a, b, c = Member("a", "x:1", True, 1.0), Member("b", "x:2", True, 1.0), Member("a", "x:3", True, 2.0)
+        >>> Quorum((a, b), 0, "").find_duplicate(), Quorum((b, a, c), 0, "").find_duplicate() is c
+        (None, True)
+        """
+        by_age = sorted(self.members, key=lambda member: (member.joined_s, member.address))
+        names = [member.name for member in by_age]
+        return next((member for at, member in enumerate(by_age) if member.name in names[:at]), None)
 
 
 class Membership:
@@ -246,7 +275,8 @@ class QuorumMonitor:
     """
 
     def __init__(self, members: Mapping[int, Member], group: Any, silent_s: float) -> None:
-        self._members, self._group, self._silent_s = members, group, silent_s
+        self._members, self._group = members, group
+        self._detector: FailureDetector[int] = FailureDetector(silent_s)
         self._over, self._lock = threading.Event(), threading.Lock()
         self._ignored: set[int] = set()
         self.failed: str | None = None
@@ -267,11 +297,13 @@ class QuorumMonitor:
             self._ignored.update(ranks)
 
     def _probe(self, rank: int, member: Member) -> None:
-        answered_s = time.monotonic()
+        self._detector.observe(rank, None, time.monotonic())
         while not self._over.wait(PROBE_S):
-            if query_status(member.name, member.address, self._silent_s) is not None:
-                answered_s = time.monotonic()
-            elif time.monotonic() - answered_s > self._silent_s:
+            answered = query_status(member.name, member.address, self._detector.limit_s) is not None
+            now_s = time.monotonic()
+            if answered:
+                self._detector.observe(rank, now_s, now_s)
+            elif not self._detector.is_alive(rank, now_s):
                 self._fail(rank, member)
                 return
 
@@ -284,35 +316,3 @@ class QuorumMonitor:
                 # up nothing else.
                 with suppress(RuntimeError):
                     self._group.recv([torch.zeros(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-
-
-def choose_eviction(members: Sequence[Member], suspects: Mapping[str, Collection[str]]) -> Member:
-    """The member with most faulty links, which leaves by itself. A link is faulty if either end reports it.
-
-    A link that is cut, that works one way only or that changes bits would stop a quorum for ever, since the lighthouse does not
-    know of it and forms the same quorum again. All members that can be queried choose the same member. On a tie an island without
-    the run's folder leaves, so that commits are still logged and saved; then the one that joined last.
-
-    >>> a, b, c = Member("a", "", True, 1.0), Member("b", "", False, 2.0), Member("c", "", False, 3.0)
-    >>> choose_eviction([a, b, c], {"a": ["b"], "c": ["b"]}).name  # no island reaches b
-    'b'
-    >>> choose_eviction([a, b, c], {"a": ["b", "c"]}).name  # a reaches no island
-    'a'
-    >>> choose_eviction([a, b], {"a": ["b"], "b": ["a"]}).name
-    'b'
-    """
-    names = {member.name for member in members}
-    links = {frozenset((one, other)) for one, others in suspects.items() for other in others if {one, other} <= names}
-    return max(members, key=lambda m: (sum(m.name in link for link in links), not m.has_folder, m.joined_s, m.name))
-
-
-def find_duplicate(members: Sequence[Member]) -> Member | None:
-    """A member that joined later than another of the same name; None if all names differ.
-
-    >>> a, b, c = Member("a", "x:1", True, 1.0), Member("b", "x:2", True, 1.0), Member("a", "x:3", True, 2.0)
-    >>> find_duplicate([a, b]), find_duplicate([b, a, c]) is c
-    (None, True)
-    """
-    by_age = sorted(members, key=lambda member: (member.joined_s, member.address))
-    names = [member.name for member in by_age]
-    return next((member for at, member in enumerate(by_age) if member.name in names[:at]), None)

@@ -12,16 +12,14 @@ from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.leader_event_log import CommitLog, LeaderLog
 from atoll.engines.elastic.membership import Membership, MembershipLost, log_while_waiting
-from atoll.engines.elastic.rendezvous import SILENT_S, Registry
-from atoll.engines.elastic.snapshot_server import IslandStatus, fetch_snapshot, query_islands
+from atoll.engines.elastic.rendezvous import UNREGISTERED_S, Registry
+from atoll.engines.elastic.snapshot_server import QUERY_S, SILENT_S, IslandStatus, fetch_snapshot, query_islands
 from atoll.engines.elastic.spec import check_same_origin
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 
-_POLL_S, _QUERY_S = 0.2, 1.0
-_ALONE_S = SILENT_S
+_POLL_S = 0.2
+_ALONE_S = UNREGISTERED_S
 """How long no island has reported a state, before this one takes itself for the last."""
-_SILENT_S = 6.0
-"""How long no island with the state has answered, before the quorum need not wait for this one."""
 _FETCH_LIMIT_S = 60.0
 """Without a byte."""
 
@@ -112,8 +110,8 @@ class Recovery:
                 return found
             answers = _holds(self._holders(engine), at_least)
             holder_answered_s = time.monotonic() if answers else holder_answered_s
-            if leaves and time.monotonic() - holder_answered_s > _SILENT_S:
-                self._membership.leave()
+            if leaves and time.monotonic() - holder_answered_s > SILENT_S:
+                self._membership.leave()  # so that the quorum need not wait for this island
             exists = answers or _holds(self._registered(), at_least)
             if exists:
                 since_s = time.monotonic()
@@ -146,7 +144,7 @@ class Recovery:
     def _holders(self, engine: ElasticEngine) -> list[IslandStatus]:
         """The other islands that answer that they have a state, the newest first, and of one state those that confirmed it."""
         addresses = {**engine.peer_addresses, **{one.name: one.address for one in self._registered()}}
-        answers = [one for one in query_islands(addresses, _QUERY_S).values() if one.version != NO_VERSION]
+        answers = [one for one in query_islands(addresses, QUERY_S).values() if one.version != NO_VERSION]
         return sorted(answers, key=lambda one: (one.version, one.exchanging, one.confirmed, one.name), reverse=True)
 
     def _fetch_newest(self, engine: ElasticEngine, at_least: StateVersion, *, leaves: bool = False) -> str:

@@ -28,7 +28,7 @@ from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import FailureDetector, Heartbeat
 
 HEARTBEAT_S = 0.5
-SILENT_S = 3.0
+UNREGISTERED_S = 3.0
 """An island without a heartbeat for so long counts as dead."""
 FORGOTTEN_S = 60.0
 """An island without a heartbeat for so long is not read any more until it registers anew."""
@@ -139,7 +139,7 @@ class Registry:
     def __init__(self, address: str, status: IslandStatus) -> None:
         self._client, self._status = RegistryClient(address), status
         self._refreshing = threading.Lock()
-        self._detector: FailureDetector[str] = FailureDetector(SILENT_S)
+        self._detector: FailureDetector[str] = FailureDetector(UNREGISTERED_S)
         self._statuses: dict[str, IslandStatus] = {}
         self._forgotten: dict[str, int] = {}
         """Islands that were silent for too long, and how often each had registered by then."""
@@ -179,7 +179,7 @@ class Registry:
         """Since when no other live island reports a state. Minus infinity if none has since this island registered; a time in the
         future if one does."""
         others = [one for one in self._statuses.values() if one.name != self._status.name and one.version != NO_VERSION]
-        return max((self._detector.heard_s(one.name) + SILENT_S for one in others), default=-math.inf)
+        return max((self._detector.heard_s(one.name) + UNREGISTERED_S for one in others), default=-math.inf)
 
     def close(self) -> None:
         self._heartbeat.close(wait=True)

@@ -27,6 +27,10 @@ from torch import Tensor
 from atoll.core.errors import ExchangeFailed
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 
+QUERY_S = 1.0
+"""How long a status query may take."""
+SILENT_S = 6.0
+"""An island that answers no query for so long is taken for dead."""
 _CHUNK_BYTES = 1 << 20
 _HEADER_LIMIT_BYTES = 64 << 20
 

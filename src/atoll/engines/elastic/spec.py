@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from atoll.core.config.json_records import from_json, to_json
-from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
-from atoll.core.protocols import AsyncAlgorithm
+from atoll.engines.process_spec import ProcessSpec
 from atoll.runs.run import Run
 from atoll.runs.validation import check_devices_share_batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elastic:
+class Elastic(ProcessSpec):
     """Train on islands that join and leave, each a process, with a quorum by torchft.
 
     Args:
@@ -33,6 +32,7 @@ class Elastic:
     """
 
     name: ClassVar[str] = "elastic"
+    resizable: ClassVar[bool] = True
 
     processes: int | None = None
     step_delay: float | None = None
@@ -44,24 +44,20 @@ class Elastic:
     devices: int = 1
 
     def __post_init__(self) -> None:
-        check_types(self)
+        super().__post_init__()
         host, port = self.host, self.listen.rpartition(":")[2]
         is_address = bool(host) and ":" not in host and port.isdecimal() and int(port) < 1 << 16
         connects = "islands connect to this address, so it must be one that this machine has, such as 192.0.2.7, or its name"
         stalls = "at least 0.5, since islands send ten heartbeats a second. Leave it out for 1, or raise it for links that stall"
-        for name, allowed, rule in (
-            ("processes", self.processes is None or self.processes >= 1, "at least 1. Leave it out for the islands of the cluster"),
+        self.check(
             ("devices", self.devices >= 1, "an island has at least 1. Leave it out for 1"),
-            ("step_delay", self.step_delay is None or self.step_delay >= 0, "it is 0 or more. Leave it out for no delay"),
             ("quorum_timeout_s", self.quorum_timeout_s > 0, "seconds, more than 0"),
             ("start_timeout_s", self.start_timeout_s >= 0, "seconds, 0 or more"),
             ("heartbeat_timeout_s", self.heartbeat_timeout_s >= 0.5, stalls),
             ("listen", is_address, "it is HOST:PORT over IPv4, such as 192.0.2.7:7000; port 0 is a free one"),
             ("listen", host != "0.0.0.0", connects),
             ("max_delta_ratio", self.max_delta_ratio > 1, "more than 1. Use inf to refuse only non-finite deltas"),
-        ):
-            if not allowed:
-                raise ConfigError(f"engine.{name}={getattr(self, name)}: {rule}.")
+        )
 
     @property
     def host(self) -> str:
@@ -73,12 +69,7 @@ class Elastic:
 
     def fitted(self, run: Run) -> Run:
         """The run planned for the islands that are started, and its data cut as before."""
-        islands = self.processes or run.cluster.islands
-        if isinstance(run.algorithm, AsyncAlgorithm):
-            raise ConfigError(
-                f"{type(run.algorithm).__name__} has a hub and workers, and --engine {self.name} has rounds that a quorum of "
-                f"islands commits. Use --engine ray or simulator, or an algorithm such as DiLoCo."
-            )
+        self.refuse_asynchronous(run, "a quorum of islands commits")
         if run.inside is not None or run.cluster.devices_per_island > 1:
             raise ConfigError(
                 f"cluster.devices_per_island={run.cluster.devices_per_island} with --engine elastic: an island is one process "
@@ -94,8 +85,7 @@ class Elastic:
                 "train.precision=all-bf16 with --engine elastic: deltas are differences of fp32 weights. Use bf16 or fp32."
             )
         check_devices_share_batch(run, self.devices)
-        data = replace(run.data, shards=run.data.shards or islands)
-        return replace(run, cluster=replace(run.cluster, islands=islands), data=data)
+        return self.on_processes(run, self.processes or run.cluster.islands)
 
 
 def check_address(address: str) -> None:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.errors import AtollError
-from atoll.core.events import from_json
+from atoll.core.events import read_event
 from atoll.core.protocols import Sink
 from atoll.engines.elastic.rendezvous import free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.processes.launch import last_error
+from atoll.engines.liveness import last_error
 from atoll.engines.run_lifecycle import RunTask
 from atoll.runs.folder import RunFolder
 from atoll.telemetry.sinks import Fanout
@@ -225,4 +225,4 @@ class LogTail:
                     break
                 self._at += len(line)
                 with suppress(ValueError):  # half a line, where the log was truncated and has grown since
-                    self._sink.emit(from_json(line.decode()))
+                    self._sink.emit(read_event(line.decode()))

@@ -15,17 +15,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.algorithms.zero import FSDP
-from atoll.core.errors import ExchangeFailed, TrainingDiverged
+from atoll.core.errors import ExchangeFailed
 from atoll.core.events import LimitSet, Progress, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import trees
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned, whole_steps
-from atoll.engines.accounting import RunAccounting
+from atoll.engines.accounting import RunAccounting, diverged_weights
 from atoll.engines.checkpoints import CheckpointPart, PartLoader, ShardSlice
 from atoll.engines.communication_thread import CommunicationThread
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.fsdp import FsdpDevice, ShardedModel
-from atoll.engines.processes.intra_island import DeviceGroup, IslandRole, UpdateCounter, check_sliceable, restored_state
+from atoll.engines.processes.intra_island import IslandDevice, IslandRole, UpdateCounter, check_sliceable, restored_state
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.processes.rank_context import RankContext
 from atoll.engines.round_record import EventAggregator, RoundRecord, WallClock, last_update
@@ -164,16 +164,16 @@ class ProcessEngine:
             check_exchange_dtype(one, self._layout)
         if self._inside is not None:
             check_sliceable(self.algorithm)
-        common: dict[str, Any] = {"assign": self._assign_batches, "record": self._record, "clock": self.clock}
-        model.cancelled = self._report_progress
-        if isinstance(model, ShardedModel):
-            return FsdpDevice(model, self.context, setup.params, pause_s=setup.pause_s, **common)
-        on_computed = self._record.computed.append
+        model.on_step = self._report_progress
+        on_computed, assign = self._record.computed.append, self._assign_batches
         replica = ProcessReplica(model, clock=self.clock, on_computed=on_computed, pause_s=setup.pause_s, where=self._describe)
+        if isinstance(model, ShardedModel):
+            return FsdpDevice(model, replica, self.context, setup.params, assign, self._record)
         if self._inside is None:
             return IslandRole(model, replica, f"replica-{self.context.rank}")
         timeout = ExchangeTimeout(self._timeout.fixed_s)
-        return DeviceGroup(self._inside, model, replica, self.context, self._thread, setup.params, timeout=timeout, **common)
+        given = self._inside, model, replica, self.context, self._thread, setup.params
+        return IslandDevice(*given, assign=assign, record=self._record, clock=self.clock, timeout=timeout)
 
     # -------------------------------------------------------------------------------------------------------- the whole run
 
@@ -198,7 +198,7 @@ class ProcessEngine:
     def finish(self, warm_start_tokens: int = 0) -> RunFinished | None:
         """The run's figures on rank 0, and None on other ranks."""
         self._compare_digests()
-        params = self.params()
+        params = self.params
         if not self.context.is_rank_zero:
             return None
         finished = self.accounting.finished(self.clock.now_s(), warm_start_tokens, params.digest())
@@ -209,6 +209,7 @@ class ProcessEngine:
     def finished(self) -> bool:
         return self.steps_taken >= self.steps
 
+    @property
     def params(self) -> Tree:
         """The global weights. All ranks call this together."""
         if "params" in shared_fields(self._state):
@@ -241,16 +242,13 @@ class ProcessEngine:
         self.peers.end_round(before, after, f"rank {self.context.rank} leaves round {self.round}")
         self._state = after
         if not after.params.is_finite():
-            raise TrainingDiverged(
-                f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; "
-                f"checkpoints from before this round are valid. Lower the learning rates, the outer one too, or set "
-                f"train.clip_norm."
-            )
+            raise diverged_weights(self.round)
 
     def _finish_round(self) -> None:
         before, shared = self.steps_taken, shared_fields(self._state)
         self.steps_taken = whole_steps(shared["steps"]) if "steps" in shared else before + self.algorithm.steps_per_round
-        self._messages.post_record(self._record.take(), self.round, self.steps_taken, self.clock.now_s())
+        self._messages.post_record(self._record, self.round, self.steps_taken, self.clock.now_s())
+        self._record.clear()
         self.round += 1
         self._report_timeout()
         if self._is_due(before, self._evaluate_every):
@@ -262,7 +260,7 @@ class ProcessEngine:
 
     def _run_evaluation(self) -> None:
         self._messages.add_rounds()
-        params = self.params()
+        params = self.params
         if self.context.is_rank_zero:
             metrics = self._evaluate(params, self._model.buffers())
             self._sink.emit(self.accounting.evaluated(metrics, self.clock.now_s()))
@@ -307,13 +305,11 @@ class ProcessEngine:
     def _describe(self, step: int) -> str:
         return f"island {self.context.island} in round {self.round}, at inner step {self.steps_taken + step}"
 
-    def _report_progress(self) -> bool:
-        """Called before each step. Never asks to stop."""
+    def _report_progress(self) -> None:
         if self.context.is_rank_zero and time.monotonic() - self._progress_s > _PROGRESS_S:
             self._progress_s = time.monotonic()
             done = min(self.steps, self._model.steps_taken)
             self._sink.emit(Progress(phase="training", done=done, total=self.steps))
-        return False
 
     def _report_timeout(self) -> None:
         """Report the timeout at first, and when it has changed by a factor of 2."""
@@ -366,11 +362,8 @@ class ProcessEngine:
 
     def _restore_positions(self, saved: Sequence[tuple[int, int]], load: PartLoader) -> None:
         """The position in each shard is its first reader's; without a reader, the one that rank 0 saved."""
-        self._positions.from_parts(saved)
-        for shard in range(len(saved)):
-            read = load(f"read-{shard}", CheckpointPart({"position": (0, 1)}))
-            if read is not None:
-                self._positions.set(shard, read["position"])
+        read = [load(f"read-{shard}", CheckpointPart({"position": (0, 1)})) for shard in range(len(saved))]
+        self._positions.from_parts(old if new is None else new["position"] for old, new in zip(saved, read, strict=True))
 
 
 def _resized(saved: Sequence[T], fresh: Sequence[T]) -> list[T]:

@@ -7,8 +7,6 @@ computing thread.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,19 +20,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from atoll.algorithms.zero import FSDP
-from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.protocols import Work, Workload
-from atoll.engines.accounting import ComputeSpan
 from atoll.engines.group_collectives import LOST
 from atoll.engines.processes.intra_island import IslandRole
 from atoll.engines.processes.rank_context import RankContext
-from atoll.engines.round_record import RoundRecord, WallClock
+from atoll.engines.round_record import RoundRecord
+from atoll.engines.timed_replica import ProcessReplica
 from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.optim.schedules import at
 from atoll.replica.flat_parameters import ModuleWeights, copy_buffers, local, persistent_buffers
 from atoll.replica.forward_backward import Loss, to_device
-from atoll.replica.local_replica import torch_optimizer
+from atoll.replica.local_replica import ComputeResult, torch_optimizer
 
 
 class ShardedModel:
@@ -66,8 +64,7 @@ class ShardedModel:
                 f"inside=FSDP with wire={algorithm.wire} and sums={algorithm.sums}: FSDP2 has its own precisions. Leave both at "
                 f"own, use train.precision=bf16, or ZeRO1."
             )
-        self.cancelled: Callable[[], bool] = lambda: False
-        """Called before each step, as that of a LocalReplica."""
+        self.on_step: Callable[[], object] = lambda: None  # called before each step, as that of a LocalReplica
         self._random = torch.Generator().manual_seed(seed).get_state()
         self.module = workload.module().to(device)
         self.device, self.mesh, self.steps_taken, self.batches_per_step = device, mesh, 0, algorithm.accumulation
@@ -84,7 +81,7 @@ class ShardedModel:
 
     def step(self, assign: Callable[[], Work], schedule: int) -> tuple[float, int]:
         """One optimizer step, on the batches of an accumulation. Returns their mean loss, and their tokens."""
-        self.cancelled()
+        self.on_step()
         with torch.random.fork_rng(devices=[self.device] if self.device.startswith("cuda") else []), _lost_device(self.mesh):
             torch.set_rng_state(self._random)
             if self.device.startswith("cuda"):  # seeded from the saved state, so that one state serves both generators
@@ -147,23 +144,21 @@ class ShardedModel:
 
 
 class FsdpDevice(IslandRole, TrainingOnlyReplica):
-    """One device of an island that FSDP2 trains. An IslandRole, and the Replica that it trains. Arguments as of DeviceGroup."""
+    """One device of an island that FSDP2 trains. An IslandRole, and the Replica that it trains. Arguments as of IslandDevice."""
 
     _model: ShardedModel
 
     def __init__(
         self,
         model: ShardedModel,
+        replica: ProcessReplica,
         context: RankContext,
         params: Tree,
-        *,
         assign: Callable[[int, int, int], Work],
         record: RoundRecord,
-        clock: WallClock,
-        pause_s: float = 0.0,
     ) -> None:
         super().__init__(model, self, f"device-{context.rank}")
-        self._assign, self._record, self._clock, self._pause_s = assign, record, clock, pause_s
+        self._device_replica, self._assign, self._record = replica, assign, record
         model.weights.write(self.shard(params))
 
     def shard(self, params: Tree) -> Tree:
@@ -184,22 +179,13 @@ class FsdpDevice(IslandRole, TrainingOnlyReplica):
         return Tree.borrowed_from(weights.layout, lambda: weights.read().flat)
 
     async def train(self, steps: int, work: Work) -> None:
-        start_s, losses, tokens = self._clock.now_s(), [], 0
-        for schedule in range(work.schedule, work.schedule + steps):
-            loss, read = self._model.step(partial(self._assign, 1, 1, schedule), schedule)
-            losses.append(loss)
-            tokens += read
-        if not all(map(math.isfinite, losses)):
-            raise TrainingDiverged(
-                f"a loss is not finite within {steps} inner steps. The run stops; the last checkpoint is valid. Lower the learning "
-                f"rate, set train.clip_norm, or look at this island's data."
-            )
-        batches = steps * self._model.batches_per_step
-        if self._pause_s:
-            time.sleep(self._pause_s * batches)
+        def compute() -> tuple[None, ComputeResult]:
+            schedules = range(work.schedule, work.schedule + steps)
+            stepped = [self._model.step(partial(self._assign, 1, 1, schedule), schedule) for schedule in schedules]
+            return None, ComputeResult([loss for loss, _ in stepped], sum(tokens for _, tokens in stepped))
+
+        self._device_replica.compute(compute, 0, float(steps * self._model.batches_per_step))
         self._record.island_updates += steps
-        loss, end_s = math.fsum(losses) / steps, self._clock.now_s()
-        self._record.computed.append(ComputeSpan(start_s, end_s, 0, float(batches), [loss], tokens))
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.core.errors import ConfigError, TrainingDiverged
+from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, Work, fields_owned
-from atoll.engines.accounting import MAX_SKIPPED
+from atoll.engines.accounting import count_in_a_row
 from atoll.engines.checkpoints import CheckpointPart, PartLoader, ShardSlice
 from atoll.engines.communication_thread import CommunicationThread
 from atoll.engines.liveness import ExchangeTimeout
@@ -37,20 +37,11 @@ class UpdateCounter:
     skipped_in_a_row: int = 0
 
     def count(self, update: ExchangeRecord | None, read_tokens: int, pending: int, where: str = "") -> int:
-        """A round has read tokens, and leaves some pending. Returns how many went into its update.
-
-        Raises:
-            TrainingDiverged: `MAX_SKIPPED` updates in a row were skipped.
-        """
+        """A round has read tokens, and leaves some pending. Returns how many went into its update. See `count_in_a_row`."""
         skipped = update is not None and update.unusable
         committed = 0 if skipped else self.pending_tokens + read_tokens - pending
         self.pending_tokens = pending
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if self.skipped_in_a_row == MAX_SKIPPED:
-            raise TrainingDiverged(
-                f"{MAX_SKIPPED} updates in a row were skipped{where}: gradients were not finite, or empty. Look at the data, or "
-                f"lower the learning rate."
-            )
+        self.skipped_in_a_row = count_in_a_row(self.skipped_in_a_row, skipped, where)
         return committed
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -91,7 +82,7 @@ class IslandRole:
             self._model.restore(state)
 
 
-class DeviceGroup(IslandRole, TrainingOnlyReplica):
+class IslandDevice(IslandRole, TrainingOnlyReplica):
     """One of several devices that train an island together. An IslandRole, and the Replica that it trains.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -20,10 +19,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.engines.liveness import PEER_MISSING
+from atoll.engines.liveness import PEER_MISSING, last_error
 from atoll.engines.processes.rank import rank_log_path, run_rank
 from atoll.engines.processes.spec import Processes
-from atoll.engines.run_lifecycle import Result, RunRequest
+from atoll.engines.run_lifecycle import Result, RunRequest, discard
+from atoll.engines.spec import started_by_torchrun
 
 _SHUTDOWN_S = 5
 """The agent kills processes this long after it has asked them to end; newer versions of torch take it as a setting."""
@@ -37,7 +37,7 @@ class ProcessFailed(AtollError):
 def start(request: RunRequest) -> Result | None:
     """Be one rank where torchrun started this process; else start all ranks on this machine and wait for them."""
     spec = request.spec
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # torchrun, or a launcher with the same variables, started this process
+    if started_by_torchrun():
         started = int(os.environ["WORLD_SIZE"])
         if isinstance(spec, Processes) and spec.processes not in (None, started):
             raise ConfigError(f"--processes {spec.processes}, but torchrun started {started}. Leave out --processes.")
@@ -53,7 +53,7 @@ def start(request: RunRequest) -> Result | None:
         replace(task.spec, processes=processes).fitted(task.run)  # refuse now what the ranks would refuse
         folder = task.folder.path
     # The lock is free again: rank 0 takes it.
-    launch(processes, ["run", "--resume", str(folder), *([] if request.shows_progress else ["--quiet"])], folder)
+    launch(processes, ["run", "--resume", str(folder), *(["--quiet"] if request.log is discard else [])], folder)
     return task.reopen()
 
 
@@ -137,17 +137,3 @@ def _consequence(failure: ProcessFailure, first_s: float) -> int:
         by_the_agent = failure.exitcode == -signal.SIGTERM or failure.timestamp - first_s >= _SHUTDOWN_S - 1  # in whole seconds
         return 3 if by_the_agent else 0
     return 2 if failure.exitcode == PEER_MISSING else 1
-
-
-def last_error(log: Path) -> str:
-    """The error that a process ended with, from its log. What it wrote before its last start is ignored."""
-    for line in reversed(log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []):
-        if line.startswith("error: "):
-            return line.removeprefix("error: ").rstrip(".")
-        if _STARTED.match(line):
-            break
-    return ""
-
-
-_STARTED = re.compile(r"\S+ (rank \d+ of \d+ on |\S+ on \S+ \(.*\), process )")
-"""The first line that a rank, or an island of an elastic run, writes."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,13 +23,8 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Outcome(Generic[T]):
-    """The result of an exchange."""
-
-    result: T
-    weight: float = 0.0  # the sum of the ranks' weights
-    nonfinite: tuple[int, ...] = ()  # ranks whose tree was not finite
+ExchangeOutcome = tuple[T, float, tuple[int, ...]]
+"""The result of an exchange, the sum of the ranks' weights, and the ranks whose tree was not finite."""
 
 
 class ProcessPeers:
@@ -85,19 +80,19 @@ class ProcessPeers:
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
         return await self._exchange("mean", lambda: self._mean(tree, weight, compare))
 
-    def _mean(self, tree: Tree, weight: float, compare: bool) -> _Outcome[Mean]:
+    def _mean(self, tree: Tree, weight: float, compare: bool) -> ExchangeOutcome[Mean]:
         weights, nonfinite = self._gather_weights(weight, tree)
         total = float(sum(weights))
         if total == 0:
-            return _Outcome(Mean(tree.zeros(), 0.0, True, not nonfinite), 0.0, nonfinite)
+            return Mean(tree.zeros(), 0.0, True, not nonfinite), 0.0, nonfinite
         whole = tree.claim()
         products = torch.zeros(self.size, self.size, dtype=torch.float64) if compare and self._on_similarity is not None else None
         self._group.reduce_scatter(whole.flat, weights, inner_products=products, divide_by=total)
         self._group.all_gather(whole.flat)
         self.results.append(whole)
         if products is not None and self._on_similarity is not None:
-            self._on_similarity(DeltaSimilarity(tuple(map(tuple, products.tolist())), tuple(weights)))
-        return _Outcome(Mean(whole, total, True, not nonfinite), total, nonfinite)
+            self._on_similarity(DeltaSimilarity(products.tolist(), weights))
+        return Mean(whole, total, True, not nonfinite), total, nonfinite
 
     async def reduce_scatter(
         self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None
@@ -105,14 +100,14 @@ class ProcessPeers:
         buffer = tree.claim(wire)
         return await self._exchange("reduce_scatter", lambda: self._reduce_scatter(buffer, weight, wide))
 
-    def _reduce_scatter(self, buffer: Tree, weight: float, wide: bool) -> _Outcome[Scattered]:
+    def _reduce_scatter(self, buffer: Tree, weight: float, wide: bool) -> ExchangeOutcome[Scattered]:
         weights, nonfinite = self._gather_weights(weight, buffer)
         self._buffer = buffer
         sum_dtype = torch.promote_types(buffer.flat.dtype, torch.float32) if wide else None
         flat = self._group.reduce_scatter(buffer.flat, [1.0] * self.size, sum_dtype)
         value = Tree(buffer.shard(self.rank, self.size).layout, flat).borrow()
         total = float(sum(weights))
-        return _Outcome(Scattered(value, total, not nonfinite), total, nonfinite)
+        return Scattered(value, total, not nonfinite), total, nonfinite
 
     def _gather_weights(self, weight: float, tree: Tree) -> tuple[list[float], tuple[int, ...]]:
         """Every rank's weight, and the ranks whose tree is not finite."""
@@ -122,7 +117,7 @@ class ProcessPeers:
     async def all_gather(self, shard: Tree) -> Tree:
         return await self._exchange("all_gather", lambda: self._all_gather(shard))
 
-    def _all_gather(self, shard: Tree) -> _Outcome[Tree]:
+    def _all_gather(self, shard: Tree) -> ExchangeOutcome[Tree]:
         buffer, self._buffer = self._buffer, None
         if buffer is None or buffer.flat.dtype != shard.flat.dtype:
             flat = shard.flat
@@ -132,10 +127,10 @@ class ProcessPeers:
             mine.copy_(shard.flat)
         self._group.all_gather(buffer.flat)
         self.results.append(buffer)
-        return _Outcome(buffer)
+        return buffer, 0.0, ()
 
     async def total(self, number: float) -> float:
-        return await self._exchange("total", lambda: _Outcome(float(sum(row[0] for row in self._group.all_gather_numbers(number)))))
+        return await self._exchange("total", lambda: (sum(row[0] for row in self._group.all_gather_numbers(number)), 0.0, ()))
 
     def gather_slices(self, shard: Tree) -> Tree:
         """The whole tree, of which each rank holds a slice. It is no part of training: its bytes are not counted."""
@@ -167,7 +162,7 @@ class ProcessPeers:
         """No island misses an exchange here: one that does not take part ends the run."""
         return state
 
-    def _exchange(self, what: str, call: Callable[[], _Outcome[T]]) -> Request[T]:
+    def _exchange(self, what: str, call: Callable[[], ExchangeOutcome[T]]) -> Request[T]:
         """A request for the communication thread, which records when the exchange was asked for and when it was over."""
         arrived_s, group = self._clock.now_s(), self._group
         background = self._launching or threading.current_thread() is not self._computing_thread
@@ -175,13 +170,13 @@ class ProcessPeers:
         def timed() -> T:
             sent, control = group.sent_bytes, group.control_bytes
             group.timeout_s = self._timeout.start()
-            outcome = call()
+            result, weight, nonfinite = call()
             end_s = self._clock.now_s()
             self._timeout.finish()
             counted = group.sent_bytes - sent, group.control_bytes - control
-            record = ExchangeRecord(what, arrived_s, end_s, *counted, outcome.weight, background, outcome.nonfinite)
-            unusable = record.makes_update and (bool(outcome.nonfinite) or outcome.weight == 0)
+            record = ExchangeRecord(what, arrived_s, end_s, *counted, weight, background, nonfinite)
+            unusable = record.makes_update and (bool(nonfinite) or weight == 0)
             self._on_exchange(replace(record, unusable=unusable))
-            return outcome.result
+            return result
 
         return Request(timed)

@@ -38,15 +38,14 @@ from atoll.engines.processes.fsdp import ShardedModel
 from atoll.engines.processes.rank_context import RankContext, create_context
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.engines.processes.spec import Processes, gpu_of_rank
-from atoll.engines.run_lifecycle import Driver, Prepared, Result, RunRequest, RunTask, digest_without_islands
+from atoll.engines.run_lifecycle import Driver, Result, RunRequest, RunTask
 from atoll.engines.spec import read_spec
 from atoll.engines.training_setup import loss_of, replica_of, replica_seed
-from atoll.engines.warm_start_training import WarmStart
+from atoll.engines.warm_start_training import Prepared, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
-from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run, device_of, dtype_of, precision_notice
+from atoll.runs.run import Run, device_of, precision_notice
 from atoll.runs.workloads import partitioned_by_weights
 
 _PLAN = "plan"
@@ -103,11 +102,8 @@ def rank_log_path(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank-{rank}.log"
 
 
-Log = Callable[[str], object]
-
-
 @contextmanager
-def open_rank_log(folder: Path, rank: int) -> Iterator[Log]:
+def open_rank_log(folder: Path, rank: int) -> Iterator[Callable[[str], object]]:
     """A function that appends a line to the rank's log, which also takes what ranks other than rank 0 print. A rank that fails
     writes why and exits at once."""
     path = rank_log_path(folder, rank)
@@ -249,17 +245,25 @@ def _choose_device(plan: RunPlan) -> str:
 # ------------------------------------------------------------------------------------------------------------------ the driver
 
 
-class RankDriver(Driver):
+class RankDriver(Driver[ProcessEngine]):
     """Carries out one rank's part of a run."""
 
-    def __init__(self, task: RunTask, spec: Processes, context: RankContext, device: str, log: Log, limit: ExchangeTimeout) -> None:
+    def __init__(
+        self,
+        task: RunTask,
+        spec: Processes,
+        context: RankContext,
+        device: str,
+        log: Callable[[str], object],
+        limit: ExchangeTimeout,
+    ) -> None:
         super().__init__(task)
         self.leads = context.is_rank_zero
         self._spec, self._context, self._device, self._log, self._limit = spec, context, device, log, limit
-        self.checkpoints = ShardedCheckpoints(self.folder.checkpoints, self.run.keep.checkpoints, context)
+        self._sharded = ShardedCheckpoints(self.folder.checkpoints, self.run.keep.checkpoints, context)
 
-    def run_digest(self) -> str:
-        return digest_without_islands(self.run)
+    def newest_checkpoint(self) -> Checkpoint | None:
+        return self._sharded.newest()
 
     def prepare(self, sink: Sink, checkpoint: Checkpoint | None) -> Prepared:
         prepared = super().prepare(sink, checkpoint)
@@ -268,16 +272,16 @@ class RankDriver(Driver):
             raise ConfigError(f"ranks {others} have data that differ from rank 0's. All ranks need the same: copy it there.")
         return prepared
 
-    def make_warm_start(self, plain: Workload, sink: Sink, *, resuming: bool) -> WarmStart:
+    def make_warm_start(self, sink: Sink, *, resuming: bool) -> WarmStart:
         """Rank 0 makes the warm start and broadcasts it, unless all ranks computed the same weights. A resumed run takes its
         weights from the checkpoint, and needs the warm start's only if its data are partitioned by them."""
         context = self._context
         if context.is_rank_zero:
-            warm = super().make_warm_start(plain, sink, resuming=resuming)
+            warm = super().make_warm_start(sink, resuming=resuming)
             context.store.set("warm", json.dumps([warm.tokens, repr(warm.loss)]))
         else:
             tokens, loss = json.loads(context.get("warm", of=0))
-            warm = WarmStart(initial_weights(plain, self._device, dtype_of(self.run)), tokens, float(loss))
+            warm = WarmStart(self.preparation.initial_weights(), tokens, float(loss))
         by_weights = self.task.workload is None and partitioned_by_weights(self.run)
         if (by_weights or not resuming) and context.differing_ranks("begin", warm.params.digest()):
             mine = Tree(warm.params.layout, warm.params.flat.cpu().clone())
@@ -286,10 +290,8 @@ class RankDriver(Driver):
             warm = replace(warm, params=mine.to(warm.params.flat.device))
         return warm
 
-    def make_evaluator(self, workload: Workload) -> Evaluator:
-        return Evaluator(workload, self._device, dtype_of(self.run))
-
-    def build(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> ProcessEngine:
+    @contextmanager
+    def open_engine(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> Iterator[ProcessEngine]:
         run, context, device, workload = self.run, self._context, self._device, prepared.workload
         loss = loss_of(run, workload)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
@@ -305,20 +307,17 @@ class RankDriver(Driver):
             evaluate_every=run.rounds(run.keep.evaluate_every),
             save_every=run.rounds(run.keep.save_every),
         )
-        return ProcessEngine(algorithm, context, setup, inside=run.inside, timeout=self._limit)
+        engine = ProcessEngine(algorithm, context, setup, inside=run.inside, timeout=self._limit)
+        with ExitStack() as stack:
+            stack.push(lambda kind, error, trace: engine.close(wait=kind is None))
+            yield engine
 
     def restore(self, engine: ProcessEngine, checkpoint: Checkpoint) -> None:
-        engine.restore(checkpoint.metadata["engine"], self.checkpoints.loader(checkpoint, engine.parts()))
+        engine.restore(checkpoint.metadata["engine"], self._sharded.loader(checkpoint, engine.parts()))
 
     def write_checkpoint(self, engine: ProcessEngine, metadata: Mapping[str, Any]) -> None:
-        self.checkpoints.save(engine.round, engine.parts(), {**metadata, "engine": engine.metadata()})
+        self._sharded.save(engine.round, engine.parts(), {**metadata, "engine": engine.metadata()})
         self._log(f"saved round {engine.round}; an exchange may take {self._limit.timeout_s:g} s")
-
-    def trained(self, engine: ProcessEngine) -> tuple[Tree, Mapping[str, Tensor]]:
-        return engine.params(), engine.buffers()
-
-    def close(self, engine: ProcessEngine, *, failed: bool) -> None:
-        engine.close(wait=not failed)
 
 
 def _sharded_model(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, device: str, rank: int) -> ShardedModel:

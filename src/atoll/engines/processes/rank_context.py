@@ -120,8 +120,6 @@ def create_context(
         start_limit_s: how long a rank waits for others outside of rounds: for rank 0's warm start and evaluations, for data, for a
             checkpoint. Exchanges have another timeout, which the engine sets.
     """
-    if size % devices:
-        raise ConfigError(f"{size} processes cannot be islands of {devices} devices each. Start a multiple of {devices}.")
 
     def collectives(groups: list[list[int]], backend: str) -> GroupCollectives:
         ranks = next(ranks for ranks in groups if rank in ranks)

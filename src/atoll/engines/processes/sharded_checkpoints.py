@@ -1,11 +1,8 @@
 """Checkpoints of several ranks: each rank writes the tensors that it holds, with torch.distributed.checkpoint, and any number of
 ranks can read them.
 
-    checkpoints/
-      00000012/            the round after which it was saved, written atomically (see engines/checkpoints.py)
-        meta.json          sizes and digests of the files, rank 0's accounting, and the structure of each part
-        __0_0.distcp       the tensors of rank 0; and so on
-        .metadata          torch's index: the file and position of each slice
+The folder of a round is written as engines/checkpoints.py says. In it, meta.json has rank 0's accounting and the structure of each
+part, `__0_0.distcp` the tensors of rank 0 and so on, and `.metadata`, torch's index, the file and position of each slice.
 
 State that all islands share is written once. A tensor that islands hold in slices is one tensor on disk, and is cut again for the
 ranks that read it. A rank's own state is stored under its rank. Machines without a common disk each write a copy of the shared

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
-from atoll.core.protocols import AsyncAlgorithm
+from atoll.engines.process_spec import ProcessSpec
 from atoll.runs.run import Run, device_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Processes:
+class Processes(ProcessSpec):
     """Train on real processes.
 
     Args:
@@ -24,6 +23,9 @@ class Processes:
     """
 
     name: ClassVar[str] = "processes"
+    resizable: ClassVar[bool] = True
+    stops_processes: ClassVar[bool] = False  # torchrun's agent stops the ranks
+    runs_on_ranks: ClassVar[bool] = True
 
     processes: int | None = None
     step_delay: float | None = None
@@ -32,52 +34,23 @@ class Processes:
     backend: Literal["gloo", "nccl"] = "gloo"
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if self.processes is not None and self.processes < 1:
-            raise ConfigError(f"engine.processes={self.processes}: at least 1. Leave it out for one per device of the cluster.")
-        if self.step_delay is not None and not self.step_delay >= 0:
-            raise ConfigError(f"engine.step_delay={self.step_delay}: it is 0 or more. Leave it out for no delay.")
-        if self.exchange_timeout_s is not None and not self.exchange_timeout_s > 0:
-            raise ConfigError(
-                f"engine.exchange_timeout_s={self.exchange_timeout_s}: it is more than 0 seconds. Leave it out to derive it."
-            )
-        if not self.start_timeout_s > 0:
-            raise ConfigError(f"engine.start_timeout_s={self.start_timeout_s}: it is more than 0 seconds. Leave it out for 3600.")
+        super().__post_init__()
+        timeout_s = self.exchange_timeout_s
+        self.check(
+            ("exchange_timeout_s", timeout_s is None or timeout_s > 0, "it is more than 0 seconds. Leave it out to derive it"),
+            ("start_timeout_s", self.start_timeout_s > 0, "it is more than 0 seconds. Leave it out for 3600"),
+        )
 
     def fitted(self, run: Run) -> Run:
         """The run with the islands that these processes make up, and its data cut as before."""
-        processes = self.processes or run.cluster.devices
-        if isinstance(run.algorithm, AsyncAlgorithm):
-            raise ConfigError(
-                f"{type(run.algorithm).__name__} has a hub and workers, and --engine {self.name} has rounds that all islands take "
-                f"part in. Use --engine ray or simulator, or an algorithm such as DiLoCo."
-            )
-        devices = run.cluster.devices_per_island
-        if processes % devices:
-            raise ConfigError(
-                f"processes={processes} cannot be islands of cluster.devices_per_island={devices} devices. Use a multiple of it."
-            )
-        # Data keep the shards that the run began with when another number of processes resumes it.
-        data = replace(run.data, shards=run.data.shards or processes)
-        fitted = replace(run, cluster=replace(run.cluster, islands=processes // devices), data=data)
+        self.refuse_asynchronous(run, "all islands take part in")
+        fitted = self.on_processes(run, self.processes or run.cluster.devices)
         if self.backend == "nccl" and device_of(fitted.resolved) != "cuda":
             raise ConfigError(
                 f"engine.backend=nccl connects GPUs, and with train.device={run.train.device} this run computes on the CPU here. "
                 f"Use engine.backend=gloo, or train.device=cuda."
             )
         return fitted
-
-    def delay_s(self, run: Run, island: int) -> float:
-        """Seconds that a rank of this island sleeps per batch."""
-        return (self.step_delay or 0.0) * run.effective_cluster.step_time(island, run.seed)
-
-    def ignored_settings(self, run: Run) -> str:
-        """The cluster settings that real processes ignore, in one line."""
-        cluster = run.cluster
-        ignored = ["cluster.link", *(["cluster.step_time_s"] if self.step_delay is None else [])]
-        ignored += ["lost messages"] if cluster.loses_messages else []
-        ignored += ["absences of islands"] if cluster.away or cluster.pool != "constant" else []
-        return f"{', '.join(ignored)}: ignored, since real processes compute and exchange as fast as they can."
 
 
 def gpu_of_rank(local_rank: int, processes: int, gpus: int, backend: str) -> int:

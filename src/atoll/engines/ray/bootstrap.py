@@ -22,6 +22,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
+from atoll.engines.point_to_point import first_sentence
 
 TOKEN = "ray_token"
 """File in the run's folder with the token of the run's local Ray."""
@@ -63,8 +64,8 @@ def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path) -> Iterator
             _connect(ray, address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **settings)
         except ValueError as error:
             raise ConfigError(
-                f"Ray could not start with an object store of {capacity_bytes} bytes: {_first_sentence(error)}. Free some memory "
-                f"and space in /dev/shm, or start Ray yourself and set engine.address."
+                f"Ray could not start with an object store of {capacity_bytes} bytes: {first_sentence(str(error))}. Free some "
+                f"memory and space in /dev/shm, or start Ray yourself and set engine.address."
             ) from error
         try:
             yield ray
@@ -92,7 +93,7 @@ def cluster(address: str) -> Iterator[Any]:
             _connect(ray, address=address)
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
-                f"engine.address={address}: Ray could not be joined there ({_first_sentence(error)}). Check that it was "
+                f"engine.address={address}: Ray could not be joined there ({first_sentence(str(error))}). Check that it was "
                 f"started by `RAY_AUTH_MODE=token ray start --head --node-ip-address HOST --port PORT`, that this machine is "
                 f"one of its nodes, and that its token is in ~/.ray/auth_token here, or in the file that RAY_AUTH_TOKEN_PATH names."
             ) from error
@@ -141,10 +142,6 @@ def _reload_token() -> None:
             "environment of this process, or import ray after atoll has started it."
         )
     raylet.AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).partition(". ")[0].partition("\n")[0]
 
 
 @contextmanager

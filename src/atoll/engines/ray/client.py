@@ -16,16 +16,8 @@ _LEAST_WAIT_S = 0.01  # for the reply of a live hub, whatever the timeout
 class HubClient:
     """A client of the hub, which waits `timeout_s` seconds for a reply and logs that it waits. `hub` is the actor's handle."""
 
-    def __init__(
-        self,
-        ray: Any,
-        hub: Any,
-        *,
-        timeout_s: float,
-        log: Callable[[str], object],
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._ray, self.hub, self._timeout_s, self._log, self._sleep = ray, hub, timeout_s, log, sleep
+    def __init__(self, ray: Any, hub: Any, *, timeout_s: float, log: Callable[[str], object]) -> None:
+        self._ray, self.hub, self._timeout_s, self._log = ray, hub, timeout_s, log
         errors = ray.exceptions
         self._no_reply: type[Exception] = errors.GetTimeoutError
         # A dead, restarting or out-of-memory actor; an object that was lost with the process that owned it.
@@ -52,7 +44,7 @@ class HubClient:
                     logged_s = waited_s
                     self._log(f"the hub does not reply ({method}: {type(error).__name__}); waiting up to {self._timeout_s:g} s")
                 if not isinstance(error, self._no_reply):  # a hub that hangs has the call, and may still reply
-                    self._sleep(_RETRY_S)
+                    time.sleep(_RETRY_S)
                     reply = None
             else:
                 if logged_s >= 0:

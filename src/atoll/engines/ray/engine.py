@@ -9,17 +9,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from atoll.core.errors import AtollError, ExchangeFailed, TrainingDiverged
-from atoll.core.events import Progress, RunFinished
+from atoll.core.errors import AtollError, ExchangeFailed
+from atoll.core.events import Progress, RoundFinished, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
+from atoll.engines.accounting import diverged_hub
 from atoll.engines.ray.client import HubClient, last_line
 from atoll.engines.ray.hub_actor import start_hub
 from atoll.engines.ray.messages import EvaluationRequest, HubProcessSpec, HubStatus, tensors_of, tree_copy
@@ -152,6 +153,10 @@ class RayEngine:
         self._hub = start_hub(ray, hub)
         self._client = HubClient(ray, self._hub, timeout_s=hub.engine.hub_timeout_s, log=log)
         self._pool: WorkerPool | None = None
+        self.steps, self.steps_taken, self.round = hub.run.train.steps, 0, 0
+        self.params: Tree  # of the hub, with the next two, when the run is over
+        self._buffers: dict[str, Tensor]
+        self._finished: RunFinished
         self._epoch, self._events_seen, self._evaluations_seen = -1, 0, 0
         self._restarts, self._saved_updates = 0, 0
         """Of the hub since its last newer checkpoint, and the local updates in that."""
@@ -159,8 +164,9 @@ class RayEngine:
         self._evaluation: tuple[int, int, Future[Mapping[str, float]]] | None = None
         """Epoch and number of the request that is being evaluated, and its metrics."""
 
-    def run(self) -> tuple[RunFinished, Tree, dict[str, Tensor]]:
-        """Runs to the end. Returns the final figures, the hub's weights, and buffers."""
+    def train(self) -> Iterator[None]:
+        """Runs to the end. The hub saves checkpoints by itself, so none is ever due here."""
+        yield from ()
         self._pool = WorkerPool(self._ray, self._client, self._worker, self._log)
         while True:
             while not self._step(self._pool):
@@ -171,7 +177,16 @@ class RayEngine:
             self._show(self._status(0.0))
             # Else that hub died, and the next resumes from its checkpoint; or its weights were lost, and it publishes them again.
             if finished is not None and array is not None and self._epoch == epoch:
-                return finished, tree_copy(array, self._spec.layout, self._spec.dtype, "cpu"), tensors_of(buffers)
+                self.params = tree_copy(array, self._spec.layout, self._spec.dtype, "cpu")
+                self._finished, self._buffers = finished, tensors_of(buffers)
+                return
+
+    def finish(self, warm_start_tokens: int) -> RunFinished:
+        """The final figures, which the hub has logged."""
+        return self._finished
+
+    def buffers(self) -> dict[str, Tensor]:
+        return self._buffers
 
     def _step(self, pool: WorkerPool) -> bool:
         """Reads the hub's status and reacts to it. Returns whether the run is over."""
@@ -214,8 +229,9 @@ class RayEngine:
     def _show(self, status: HubStatus) -> None:
         for event in status.events:
             self._sink.emit(event)
-        steps, islands = self._spec.run.train.steps, self._spec.run.effective_cluster.islands
-        self._sink.emit(Progress(phase="training", done=min(status.local_updates // islands, steps), total=steps))
+            self.round = event.round if isinstance(event, RoundFinished) else self.round
+        self.steps_taken = min(status.local_updates // self._spec.run.effective_cluster.islands, self.steps)
+        self._sink.emit(Progress(phase="training", done=self.steps_taken, total=self.steps))
 
     def _run_evaluations(self) -> None:
         """Sends finished metrics to the hub, and starts the next evaluation. Only this thread calls Ray."""
@@ -234,10 +250,7 @@ class RayEngine:
 
     def _metrics(self, request: EvaluationRequest, params: Tree) -> Mapping[str, float]:
         if not params.is_finite():
-            raise TrainingDiverged(
-                f"the hub's weights are no longer finite after {request.due.round} arrivals, though every delta was. The run "
-                f"stops; its checkpoints are valid. Lower the outer learning rate, or the weight of each arrival."
-            )
+            raise diverged_hub(request.due.round)
         metrics = self._evaluate(params, tensors_of(dict(request.buffers)))
         params.release()
         return metrics

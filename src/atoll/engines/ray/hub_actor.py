@@ -4,8 +4,8 @@ Ray serves each call in a thread of its own. A delta is in this machine's memory
 delta is received while this one is applied. Weights are published when a worker pulls them, once per version. Two threads keep
 time: one closes grace windows and reports the load, one writes checkpoints.
 
-When the hub's process dies, Ray starts another. It resumes from the newest checkpoint, truncates the event log to it, and reports
-what was lost. An exception may leave the state inconsistent: it ends the run, and no checkpoint is written after it.
+When the hub's process dies, Ray starts another, which resumes from the newest checkpoint. An exception may leave the state
+inconsistent: it ends the run, and no checkpoint is written after it.
 """
 
 from __future__ import annotations
@@ -18,31 +18,17 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from atoll.core import events as ev
 from atoll.core.errors import AtollError, ExchangeFailed
-from atoll.core.events import Evaluated, HubLoad, RunFinished
 from atoll.core.flat_tree import Tree
-from atoll.engines.ray import bootstrap
-from atoll.engines.ray.hub_checkpoints import CheckpointWriter, recover
+from atoll.engines.ray import bootstrap, messages as msg
+from atoll.engines.ray.hub_checkpoints import CheckpointWriter, lock_folder, log_line, recover
 from atoll.engines.ray.hub_state import HubState, StartBarrier
-from atoll.engines.ray.messages import (
-    ByteArray,
-    EvaluationRequest,
-    HubProcessSpec,
-    HubStatus,
-    PushStatus,
-    RoundId,
-    TaskMessage,
-    UpdateMessage,
-    arrays_of,
-    dtype_name,
-    ignore_read_only_warning,
-    tree_bytes,
-    tree_view,
-)
 
 _LOAD_EVERY_S = 10.0
 _MAX_PUBLISHED = 3  # versions whose references are kept; workers in older rounds have fetched theirs
@@ -53,7 +39,7 @@ _EXTRA_CALLS = 16  # concurrent calls of the driving process
 class WeightPublisher:
     """Puts weights into the object store, each version once. `put` stores an array and returns a reference."""
 
-    def __init__(self, put: Callable[[ByteArray], Any]) -> None:
+    def __init__(self, put: Callable[[msg.ByteArray], Any]) -> None:
         self._put = put
         self._published: list[tuple[Tree, Any]] = []
         self._lock = threading.Lock()
@@ -62,7 +48,7 @@ class WeightPublisher:
         with self._lock:
             found = next((reference for other, reference in self._published if other is tree), None)
             if found is None:
-                found = self._put(tree_bytes(tree))
+                found = self._put(msg.tree_bytes(tree))
                 kept = [(other, reference) for other, reference in self._published if not other.deleted]
                 self._published = [*kept[-_MAX_PUBLISHED:], (tree, found)]
             return found
@@ -76,14 +62,13 @@ class WeightPublisher:
 class LoadMeter:
     """Measures how busy the hub is, and how long pushes wait for its lock."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.now = now
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting = 0
-        self.reset(now())
+        self.reset()
 
-    def reset(self, now_s: float) -> None:
-        self._since_s = now_s
+    def reset(self) -> None:
+        self._since_s = time.monotonic()
         self._pushes, self._applied_s, self._waited_s, self._most_waiting = 0, 0.0, 0.0, 0
 
     def arrived(self) -> float:
@@ -91,23 +76,22 @@ class LoadMeter:
         with self._lock:
             self._waiting += 1
             self._most_waiting = max(self._most_waiting, self._waiting)
-        return self.now()
+        return time.monotonic()
 
     def applied(self, arrived_s: float, lock_s: float) -> None:
         """Counts a push that arrived then, had the hub's lock from `lock_s` on, and is applied now."""
-        now_s = self.now()
+        now_s = time.monotonic()
         with self._lock:
             self._waiting -= 1
             self._pushes += 1
             self._applied_s += now_s - lock_s
             self._waited_s += lock_s - arrived_s
 
-    def report(self, wall_time_s: float, snapshot_s: float = 0.0) -> HubLoad:
+    def report(self, wall_time_s: float, snapshot_s: float = 0.0) -> ev.HubLoad:
         """The load since the last report. A snapshot holds the lock too, and counts as busy."""
         with self._lock:
-            now_s, pushes = self.now(), self._pushes
-            passed_s = now_s - self._since_s
-            event = HubLoad(
+            passed_s, pushes = time.monotonic() - self._since_s, self._pushes
+            event = ev.HubLoad(
                 seconds=passed_s,
                 pushes=pushes,
                 busy=(self._applied_s + snapshot_s) / passed_s if passed_s > 0 else 0.0,
@@ -117,7 +101,7 @@ class LoadMeter:
                 virtual_time_s=None,
                 wall_time_s=wall_time_s,
             )
-            self.reset(now_s)
+            self.reset()
         return event
 
 
@@ -127,9 +111,9 @@ class EvaluationQueue:
 
     def __init__(self, state: HubState, publisher: WeightPublisher, changed: threading.Condition) -> None:
         self._state, self._publisher, self._changed = state, publisher, changed
-        self._claims: deque[tuple[Evaluated, Tree, Mapping[str, Any], Sequence[Tree]]] = deque()
+        self._claims: deque[tuple[ev.Evaluated, Tree, Mapping[str, Any], Sequence[Tree]]] = deque()
         """Weights to publish, with their buffers, and trees whose memory is not reused before that."""
-        self._requests: dict[int, EvaluationRequest] = {}
+        self._requests: dict[int, msg.EvaluationRequest] = {}
         self._publishing = threading.Lock()
         self.newest = 0  # number of the newest request
 
@@ -141,7 +125,7 @@ class EvaluationQueue:
         """Claims the present weights if an evaluation is due, unless 4 are outstanding. The last weights are always claimed."""
         due, self._state.evaluation_due = self._state.evaluation_due, None
         if due is not None and (self._state.done or self.outstanding < _MAX_EVALUATIONS):
-            self._claims.append((due, self._state.params, arrays_of(self._state.buffers), self._state.hub.pin_weights()))
+            self._claims.append((due, self._state.params, msg.arrays_of(self._state.buffers), self._state.hub.pin_weights()))
 
     def publish(self) -> None:
         """Publishes the claimed weights in order, while the hub applies the next update."""
@@ -151,12 +135,12 @@ class EvaluationQueue:
                 reference = self._publisher.publish(params)
                 with self._changed:
                     self.newest += 1
-                    self._requests[self.newest] = EvaluationRequest(self.newest, due, (reference,), buffers)
+                    self._requests[self.newest] = msg.EvaluationRequest(self.newest, due, (reference,), buffers)
                     self._claims.popleft()
                     self._state.hub.unpin_weights(held)
                     self._changed.notify_all()
 
-    def after(self, seen: int) -> list[EvaluationRequest]:
+    def after(self, seen: int) -> list[msg.EvaluationRequest]:
         """The open requests with numbers above `seen`."""
         return [request for number, request in self._requests.items() if number > seen]
 
@@ -173,17 +157,17 @@ class EvaluationQueue:
 class HubProcess:
     """The hub process. `put` stores an array and returns a reference, by default in Ray's object store."""
 
-    def __init__(self, spec: HubProcessSpec, put: Callable[[ByteArray], Any] | None = None) -> None:
+    def __init__(self, spec: msg.HubProcessSpec, put: Callable[[msg.ByteArray], Any] | None = None) -> None:
         torch.set_num_threads(spec.run.cluster.threads_per_island)
-        ignore_read_only_warning()
+        msg.ignore_read_only_warning()
         self._spec = spec
-        spec.storage.lock()
-        spec.storage.log(f"hub on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
+        lock_folder(spec.folder, partial(log_line, spec.folder))  # until this process ends
+        log_line(spec.folder, f"hub on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         self._epoch = secrets.randbits(48)
         self._load, self._publisher = LoadMeter(), WeightPublisher(put or bootstrap.library().put)
         self._changed = threading.Condition()
         self._error: AtollError | None = None
-        self._finished: RunFinished | None = None
+        self._finished: ev.RunFinished | None = None
         recovered = recover(spec, self._epoch)
         self._state, self._outbox, self._clock, self._started = recovered
         self._barrier = StartBarrier(spec.engine.expected_workers(spec.run), starting=not self._state.slots)
@@ -202,7 +186,7 @@ class HubProcess:
             with self._changed:
                 self._checkpoints.stop()  # the state may be inconsistent
                 if not isinstance(error, AtollError):  # a foreign exception may not survive pickling
-                    self._spec.storage.log(traceback.format_exc())
+                    log_line(self._spec.folder, traceback.format_exc())
                     what = f"{type(error).__name__}: {error}. logs/hub.log has more"
                     error = ExchangeFailed(f"the hub failed: {what}. Saved checkpoints are valid. Resume the run.")
                 self._error = self._error or error
@@ -213,13 +197,14 @@ class HubProcess:
 
     def register(self, worker: int, incarnation: int, fingerprint: str, about: str) -> str:
         """Registers a worker. Returns why it is refused, or an empty string."""
-        if fingerprint != self._spec.fingerprint:
+        expected = str(self._spec.origin["data"])
+        if fingerprint != expected:
             return (
                 f"worker {worker} ({about}) reads other data than the run: fingerprint {fingerprint}, not "
-                f"{self._spec.fingerprint}. Give every machine the same files, or `atoll data prepare` once and copy the folder."
+                f"{expected}. Give every machine the same files, or `atoll data prepare` once and copy the folder."
             )
         with self._changed:
-            self._spec.storage.log(f"worker {worker}, incarnation {incarnation}: {about}")
+            log_line(self._spec.folder, f"worker {worker}, incarnation {incarnation}: {about}")
             slot = self._state.slots.get(worker)
             if slot is None or slot.incarnation < incarnation:  # an older worker learns from its next pull that it is replaced
                 self._barrier.add(worker, incarnation, self._clock.now_s())
@@ -234,7 +219,7 @@ class HubProcess:
                 return
             if not self._started:
                 self._clock.set(0.0)
-                self._load.reset(self._load.now())
+                self._load.reset()
                 self._started = True
                 self._checkpoints.save_locked()  # from here on there is always a checkpoint
             self._state.join(released, self._clock.now_s())
@@ -259,12 +244,12 @@ class HubProcess:
 
     # ---------------------------------------------------------------------------------------------------------- pull and push
 
-    def pull(self, worker: int, incarnation: int, last: RoundId | None, wait_s: float) -> TaskMessage:
+    def pull(self, worker: int, incarnation: int, last: msg.RoundId | None, wait_s: float) -> msg.TaskMessage:
         """Waits up to `wait_s` seconds for a task of this worker."""
         until_s = time.monotonic() + wait_s
         with self._changed:
             while True:
-                task, params = self._guard(lambda: self._task(worker, incarnation, last)) or (TaskMessage("finished"), None)
+                task, params = self._guard(lambda: self._task(worker, incarnation, last)) or (msg.TaskMessage("finished"), None)
                 left_s = until_s - time.monotonic()
                 if task.status != "wait" or left_s <= 0:
                     break
@@ -273,28 +258,28 @@ class HubProcess:
                 self._changed.notify_all()
         if params is None:
             return task
-        return task._replace(weights=(self._publisher.publish(params),), dtype=dtype_name(params), now_s=self._clock.now_s())
+        return task._replace(weights=(self._publisher.publish(params),), dtype=msg.dtype_name(params), now_s=self._clock.now_s())
 
-    def _task(self, worker: int, incarnation: int, last: RoundId | None) -> tuple[TaskMessage, Tree | None]:
+    def _task(self, worker: int, incarnation: int, last: msg.RoundId | None) -> tuple[msg.TaskMessage, Tree | None]:
         if self._error is not None:
-            return TaskMessage("finished"), None
+            return msg.TaskMessage("finished"), None
         if self._barrier.has(worker, incarnation) and not self._state.done:
-            return TaskMessage("wait"), None
+            return msg.TaskMessage("wait"), None
         return self._state.pull(worker, incarnation, last, self._clock.now_s())
 
-    def round_started(self, worker: int, incarnation: int, round_id: RoundId, begin_s: float) -> None:
+    def round_started(self, worker: int, incarnation: int, round_id: msg.RoundId, begin_s: float) -> None:
         """A worker has the weights of its round."""
         with self._changed:
             begin_s = min(begin_s, self._clock.now_s())
             self._guard(lambda: self._state.round_started(worker, incarnation, round_id, begin_s))
 
-    def push(self, update: UpdateMessage, array: ByteArray) -> PushStatus:
+    def push(self, update: msg.UpdateMessage, array: msg.ByteArray) -> msg.PushStatus:
         """Applies a worker's update; `array` has the bytes of its delta."""
         arrived_s = self._load.arrived()
-        delta = tree_view(array, self._spec.layout, self._spec.dtype) if array.nbytes == self._state.params.nbytes else None
-        status: PushStatus | None = None
+        delta = msg.tree_view(array, self._spec.layout, self._spec.dtype) if array.nbytes == self._state.params.nbytes else None
+        status: msg.PushStatus | None = None
         with self._changed:
-            lock_s = self._load.now()
+            lock_s = time.monotonic()
             if self._error is None:
                 status = self._guard(lambda: self._state.push(update, delta, self._clock.now_s()))
                 self._error = self._error or self._state.fatal_error
@@ -306,7 +291,7 @@ class HubProcess:
 
     # ---------------------------------------------------------------------------------------- calls of the driving process
 
-    def status(self, epoch: int, events_seen: int, evaluations_seen: int, wait_s: float) -> HubStatus:
+    def status(self, epoch: int, events_seen: int, evaluations_seen: int, wait_s: float) -> msg.HubStatus:
         """What has happened since the given status of the hub with this epoch. Waits up to `wait_s` seconds for something new."""
         with self._changed:
             if epoch != self._epoch:
@@ -315,7 +300,7 @@ class HubProcess:
             if not is_new and self._error is None:
                 self._changed.wait(wait_s)
             events, events_seen = self._outbox.after(events_seen)
-            return HubStatus(
+            return msg.HubStatus(
                 epoch=self._epoch,
                 events=events,
                 events_seen=events_seen,
@@ -348,7 +333,7 @@ class HubProcess:
         """Writes a checkpoint now, if the state has changed. Returns whether the present state is saved."""
         return self._checkpoints.save()
 
-    def finish(self) -> RunFinished | None:
+    def finish(self) -> ev.RunFinished | None:
         """Saves, and closes the event log with the final figures. None if the run is not over: this hub has replaced another."""
         self._guard(self.save)
         with self._changed:
@@ -368,7 +353,7 @@ class HubProcess:
     def result(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A reference to the weights in a tuple of one, and the buffers."""
         with self._changed:
-            return (self._publisher.publish(self._state.params),), arrays_of(self._state.buffers)
+            return (self._publisher.publish(self._state.params),), msg.arrays_of(self._state.buffers)
 
     # --------------------------------------------------------------------------------------------------------------- threads
 
@@ -405,7 +390,7 @@ class HubProcess:
                 return
 
 
-def start_hub(ray: Any, spec: HubProcessSpec) -> Any:
+def start_hub(ray: Any, spec: msg.HubProcessSpec) -> Any:
     """Starts the hub on this machine, which has the run's folder. Ray restarts it whenever it dies."""
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(HubProcess).options(

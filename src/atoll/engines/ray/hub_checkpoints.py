@@ -1,22 +1,73 @@
-"""A hub's checkpoints, written from a snapshot without the hub's lock, and recovery from the newest of them."""
+"""A hub's files: its lock, its text log, and its checkpoints, written from a snapshot without the hub's lock; and recovery from the
+newest checkpoint."""
 
 from __future__ import annotations
 
 import copy
+import fcntl
+import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from threading import Condition, Lock
 from typing import Any, NamedTuple
 
-from atoll.core.errors import CheckpointError
-from atoll.core.events import Event, HubRestarted, Saved, SaveFailed
+from atoll.core import events as ev
+from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.flat_tree import Tree
+from atoll.core.serialization import load_tree
 from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.ray.hub_state import HubState
-from atoll.engines.ray.hub_storage import LostRounds
-from atoll.engines.ray.messages import HubProcessSpec
+from atoll.engines.ray.messages import HubProcessSpec, LostRounds
 from atoll.engines.round_record import WallClock
-from atoll.telemetry.event_log import JsonlSink
+from atoll.runs.folder import RunFolder
+from atoll.telemetry.event_log import JsonlSink, read_events
+
+_HUB_LOG = "hub.log"
+_HUB_LOCK = "hub.lock"
+"""Held by the hub that writes the run's log and checkpoints, for the lifetime of its process."""
+INITIAL_WEIGHTS = "begin.safetensors"
+"""The weights of a hub that finds no checkpoint."""
+_POLL_S = 0.2
+
+
+def log_line(folder: Path, text: str) -> None:
+    """Appends a line to the hub's text log in the run's folder."""
+    path = folder / "logs" / _HUB_LOG
+    with suppress(OSError):  # a full disk does not end the run
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+
+def lock_folder(folder: Path, log: Callable[[str], object], timeout_s: float = math.inf) -> int:
+    """Waits until the hub of an earlier command has ended: until then it may write the log and a newer checkpoint. Returns a file
+    that holds the lock while it is open. Raises ExchangeFailed after `timeout_s` seconds."""
+    began_s, lock, logged = time.monotonic(), os.open(folder / _HUB_LOCK, os.O_WRONLY | os.O_CREAT, 0o644), False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError as error:
+            if time.monotonic() - began_s >= timeout_s:
+                os.close(lock)
+                raise ExchangeFailed(
+                    f"the hub of an earlier command still holds {folder}, after {timeout_s:g} s (engine.hub_timeout_s). Its "
+                    f"process is in logs/{_HUB_LOG}: end it, and resume."
+                ) from error
+        if not logged:
+            log("waiting for the hub of an earlier command to end")
+            logged = True
+        time.sleep(_POLL_S)
+
+
+def rounds_after(folder: RunFolder, after: int) -> LostRounds:
+    """The rounds in a run's event log after this many bytes."""
+    events = read_events(folder.events, [ev.Arrived], after=after) if folder.events.exists() else ()
+    steps = [event.steps for event in events if isinstance(event, ev.Arrived)]
+    return LostRounds(len(steps), sum(steps))
 
 
 class EventOutbox:
@@ -24,15 +75,15 @@ class EventOutbox:
 
     def __init__(self, log: JsonlSink) -> None:
         self.log = log
-        self._events: list[Event] = []
+        self._events: list[ev.Event] = []
         self._removed = 0
         """Number of events that the driving process has seen; they are not kept."""
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: ev.Event) -> None:
         self.log.emit(event)
         self._events.append(event)
 
-    def after(self, seen: int) -> tuple[list[Event], int]:
+    def after(self, seen: int) -> tuple[list[ev.Event], int]:
         """The events after the first `seen`, and the number of all. A caller that lost the reply repeats the call."""
         del self._events[: max(0, seen - self._removed)]
         self._removed = max(seen, self._removed)
@@ -41,6 +92,10 @@ class EventOutbox:
     @property
     def count(self) -> int:
         return self._removed + len(self._events)
+
+
+def checkpoints_of(spec: HubProcessSpec) -> Checkpoints:
+    return Checkpoints(RunFolder(spec.folder).checkpoints, keep=spec.run.keep.checkpoints)
 
 
 class RecoveredHub(NamedTuple):
@@ -54,24 +109,26 @@ class RecoveredHub(NamedTuple):
 
 def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
     """Resumes from the newest checkpoint and truncates the event log to it. Without one it starts with the initial weights."""
-    storage, saved = spec.storage, spec.storage.newest_checkpoint()
+    folder, checkpoints = RunFolder(spec.folder), checkpoints_of(spec)
+    saved = checkpoints.newest()
     after = spec.begin_bytes if saved is None else int(saved.metadata["events_bytes"])
     same_session = saved is not None and saved.metadata["session"] == spec.session
-    lost = storage.lost_rounds(after)
+    lost = rounds_after(folder, after)
     if not same_session:  # the log was truncated at the start of this session, and the spec says what was lost then
         lost = LostRounds(lost.rounds + spec.lost.rounds, lost.local_updates + spec.lost.local_updates)
-    outbox, clock = EventOutbox(storage.open_event_log(after)), WallClock()
-    state = HubState(spec.run, spec.engine, storage.initial_weights(), spec.examples, epoch=epoch, sink=outbox)
+    outbox, clock = EventOutbox(JsonlSink(folder.events, append_at=after)), WallClock()
+    state = HubState(spec.run, spec.engine, load_tree(spec.folder / INITIAL_WEIGHTS), spec.examples, epoch=epoch, sink=outbox)
+    name = None if saved is None else Checkpoints.name(saved.round)
     if saved is not None:
-        now_s = state.from_parts(saved.load)
+        now_s = state.from_parts(lambda part, like: checkpoints.load(saved, part, like))
         # The log ends where the snapshot was taken, before its Saved event. The driving process has seen that event.
-        outbox.log.emit(Saved(round=state.accounting.totals.round, name=saved.name))
+        outbox.log.emit(ev.Saved(round=state.accounting.totals.round, name=str(name)))
         # Within a session the run's clock includes the time without a hub; between sessions it rests.
         clock.set(max(now_s, time.monotonic() - float(saved.metadata["zero_s"])) if same_session else now_s)
     if lost.rounds or same_session:
         outbox.emit(
-            HubRestarted(
-                checkpoint=None if saved is None else saved.name,
+            ev.HubRestarted(
+                checkpoint=name,
                 round=state.accounting.totals.round,
                 lost_rounds=lost.rounds,
                 lost_local_updates=lost.local_updates,
@@ -79,8 +136,8 @@ def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
                 wall_time_s=clock.now_s(),
             )
         )
-        source = "the run's initial weights, since there is no checkpoint" if saved is None else f"checkpoint {saved.name}"
-        storage.log(f"the hub restarted from {source}; {lost.rounds} rounds accepted after that are lost")
+        source = "the run's initial weights, since there is no checkpoint" if saved is None else f"checkpoint {name}"
+        log_line(spec.folder, f"the hub restarted from {source}; {lost.rounds} rounds accepted after that are lost")
     if not same_session:  # the workers of another session are gone
         for worker in list(state.slots):
             state.leave(worker, clock.now_s())
@@ -102,7 +159,7 @@ class CheckpointWriter:
     """Writes checkpoints of a hub, whose lock is `changed`."""
 
     def __init__(self, spec: HubProcessSpec, hub: RecoveredHub, changed: Condition) -> None:
-        self._storage, self._session, self._hub, self._changed = spec.storage, spec.session, hub, changed
+        self._spec, self._hub, self._changed, self._checkpoints = spec, hub, changed, checkpoints_of(spec)
         self._writing = Lock()
         self._saved_progress = self._progress()
         self._stopped = False
@@ -144,7 +201,7 @@ class CheckpointWriter:
         began_s, state, now_s = time.monotonic(), self._hub.state, self._hub.clock.now_s()
         self._saved_progress = self._progress()
         position, zero_s = self._hub.outbox.log.position(), time.monotonic() - now_s
-        metadata = {"events_bytes": position, "session": self._session, "zero_s": zero_s}
+        metadata = {"events_bytes": position, "session": self._spec.session, "zero_s": zero_s, **self._spec.origin}
         held = state.hub.pin_weights()
         parts = copy.deepcopy(state.to_parts(now_s), {id(tree): tree for tree in held})
         self._snapshot_s += time.monotonic() - began_s
@@ -152,18 +209,18 @@ class CheckpointWriter:
 
     def _write(self, snapshot: _HubSnapshot) -> CheckpointError | None:
         try:
-            self._storage.save_checkpoint(snapshot.round, snapshot.parts, snapshot.metadata)
+            self._checkpoints.save(snapshot.round, snapshot.parts, snapshot.metadata)
         except CheckpointError as error:
-            self._storage.log(f"round {snapshot.round} was not saved: {error}")
+            log_line(self._spec.folder, f"round {snapshot.round} was not saved: {error}")
             return error
-        self._storage.log(f"saved round {snapshot.round}")
+        log_line(self._spec.folder, f"saved round {snapshot.round}")
         return None
 
     def _finish(self, snapshot: _HubSnapshot, error: CheckpointError | None) -> None:
         """After a failure the last checkpoint is still valid, the run continues, and the next save tries again."""
         self._hub.state.hub.unpin_weights(snapshot.held)
         if error is None:
-            self._hub.outbox.emit(Saved(round=snapshot.round, name=Checkpoints.name(snapshot.round)))
+            self._hub.outbox.emit(ev.Saved(round=snapshot.round, name=Checkpoints.name(snapshot.round)))
         else:
             self._saved_progress = ()
-            self._hub.outbox.emit(SaveFailed(round=snapshot.round, reason=str(error)))
+            self._hub.outbox.emit(ev.SaveFailed(round=snapshot.round, reason=str(error)))

@@ -1,14 +1,9 @@
 """The hub's state machine: algorithm state, dispatched rounds, worker slots and accounting. It knows neither Ray nor a clock: its
-caller passes the time.
+caller passes the time. docs/ray.md describes slots, incarnations, and how the hub accepts every round once.
 
-Workers have **slots**, numbered from 0. Each worker process that takes a slot has a higher **incarnation** than the one before it,
-so the hub recognizes a worker that was replaced and comes back.
-
-The hub accepts every round once. An update names its slot, its incarnation and the id of its round, and the hub accepts it only if
-the scheduler has dispatched that very round. A hub that resumes from a checkpoint has lost the rounds accepted after it. A worker
-names its last round when it pulls; if the hub has another record of it, the worker's inner optimizer has seen data that the hub
-counts as unread. Then the worker leaves and joins again with a fresh optimizer. So the log can be replayed: the moments of a worker
-come from rounds in the log only.
+A worker names its last round when it pulls. If a resumed hub has another record of it, the worker's inner optimizer has seen data
+that the hub counts as unread, so the worker joins again with a fresh one. The moments of a worker thus come from rounds in the log
+only, and the log can be replayed.
 """
 
 from __future__ import annotations

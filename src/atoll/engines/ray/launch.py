@@ -6,38 +6,37 @@ machine, writes the event log and the checkpoints. Workers need nothing but the 
 
 from __future__ import annotations
 
+import os
 import secrets
-from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 import torch
 
 from atoll.core.errors import CheckpointError
-from atoll.core.events import Progress
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
 from atoll.core.serialization import save_tree
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.engine import RayEngine
-from atoll.engines.ray.hub_storage import INITIAL_WEIGHTS, HubStorage, LostRounds, rounds_after, wait_for_former_hub
-from atoll.engines.ray.messages import HubProcessSpec, dtype_name, tree_bytes
+from atoll.engines.ray.hub_checkpoints import INITIAL_WEIGHTS, lock_folder, rounds_after
+from atoll.engines.ray.messages import HubProcessSpec, LostRounds, dtype_name, tree_bytes
 from atoll.engines.ray.spec import Ray, gpus_per_worker
 from atoll.engines.ray.worker import WorkerProcessSpec
-from atoll.engines.run_lifecycle import Driver, Prepared, Result, RunRequest, RunTask
-from atoll.engines.spec import refuse_torchrun
+from atoll.engines.run_lifecycle import Driver, Result, RunRequest, RunTask
+from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run import Run, device_of
 from atoll.runs.workloads import partitioned_by_weights
-from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.sinks import Fanout
 
 _PUBLISHED = 8
 """Versions of the weights that the object store holds besides a delta of each worker: the last published, and those to evaluate."""
 
 
-def start(request: RunRequest) -> Result:
-    refuse_torchrun(Ray())
+def start(request: RunRequest) -> Result | None:
     bootstrap.check_installed()
     if request.run is not None and isinstance(request.spec, Ray):
         if request.spec.address is not None:
@@ -64,50 +63,44 @@ def _gpus(run: Run, spec: Ray) -> float:
     return gpus_per_worker(spec.worker_slots(run), spec.devices, torch.cuda.device_count()) if here else float(spec.devices)
 
 
-class RayDriver(Driver):
-    """Drives a run whose hub and workers are Ray actors."""
+class RayDriver(Driver[RayEngine]):
+    """Drives a run whose hub and workers are Ray actors. The hub restores and saves itself."""
 
     def __init__(self, task: RunTask, spec: Ray) -> None:
         super().__init__(task)
         self._spec = spec
         self._slots = spec.worker_slots(self.run)
+        self._lost = LostRounds(0, 0)
 
-    def carry_out(self) -> Result:
-        # An earlier hub may still write the log and a checkpoint.
-        wait_for_former_hub(self.folder.path, timeout_s=self._spec.hub_timeout_s, log=self.task.log)
-        checkpoint = self.checkpoints.newest()
-        lost = self._lost(checkpoint)
-        self.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
-        log, *others = self.open_sinks(checkpoint)
-        assert isinstance(log, JsonlSink)
-        with Fanout(others) as sink:
-            prepared = self.prepare(Fanout([log, sink]), checkpoint)
-            if checkpoint is not None:
-                total = self.run.train.steps
-                sink.emit(Progress(phase="resume", done=0, total=total, note=f"from round {checkpoint.round}"))
-            save_tree(self.folder.path / INITIAL_WEIGHTS, prepared.warm_start.params)
-            begin_bytes = log.position()
-            log.close()  # from now on the hub writes it
-            evaluator = self.make_evaluator(prepared.workload)
-            # Faults are reverted before the stack closes the engine, which asks the hub to save.
-            with self._cluster(prepared.warm_start.params) as ray, ExitStack() as stack, self._faults() as faults:
-                receivers = sink if faults is None else Fanout([sink, faults])
-                hub = self._hub_spec(prepared, begin_bytes, lost)
-                engine = self._engine(ray, prepared, evaluator, receivers, hub)
-                stack.push(lambda kind, error, trace: engine.close(save=kind is not None))
-                finished, params, buffers = engine.run()
-            self.write_final(params, buffers, finished, checkpoint)
-        return self.result(evaluator, params, buffers)
-
-    def _lost(self, checkpoint: Checkpoint | None) -> LostRounds:
-        """The rounds in the log after the checkpoint. Workers compute them again."""
-        lost = rounds_after(self.folder.events, checkpoint.metadata["events_bytes"] if checkpoint else 0)
-        if checkpoint is None and lost.rounds:
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """The newest, when no earlier hub writes the log and a checkpoint any more. Workers compute the rounds after it again."""
+        os.close(lock_folder(self.folder.path, self.task.log, self._spec.hub_timeout_s))
+        checkpoint = super().newest_checkpoint()
+        self._lost = rounds_after(self.folder, checkpoint.metadata["events_bytes"] if checkpoint else 0)
+        if checkpoint is None and self._lost.rounds:
             raise CheckpointError(
-                f"{self.folder.path} has no checkpoint, but its log has {lost.rounds} rounds. A resume would begin again and lose "
-                f"them. Restore {self.folder.checkpoints}, or start a new run in another folder."
+                f"{self.folder.path} has no checkpoint, but its log has {self._lost.rounds} rounds. A resume would begin again and "
+                f"lose them. Restore {self.folder.checkpoints}, or start a new run in another folder."
             )
-        return lost
+        return checkpoint
+
+    @contextmanager
+    def open_engine(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> Iterator[RayEngine]:
+        assert evaluator is not None
+        assert self.event_log is not None
+        assert isinstance(sink, Fanout)
+        params = prepared.warm_start.params
+        save_tree(self.folder.path / INITIAL_WEIGHTS, params)
+        hub = self._hub_spec(prepared, self.event_log.position())
+        self.event_log.close()  # from now on the hub writes it
+        receivers = [receiver for receiver in sink.sinks if receiver is not self.event_log]
+        # Faults are reverted before the stack closes the engine, which asks the hub to save.
+        with self._cluster(params) as ray, ExitStack() as stack, self.task.injecting() as faults:
+            shown = Fanout([*receivers, *([] if faults is None else [faults])])
+            worker = self._worker_spec(ray, params)
+            engine = RayEngine(ray=ray, hub=hub, worker=worker, evaluate=evaluator, sink=shown, log=self.task.log)
+            stack.push(lambda kind, error, trace: engine.close(save=kind is not None))
+            yield engine
 
     def _cluster(self, params: Tree) -> AbstractContextManager[Any]:
         if self._spec.address is not None:
@@ -116,17 +109,13 @@ class RayDriver(Driver):
         gpus = torch.cuda.device_count() if device_of(self.run) == "cuda" else 0
         return bootstrap.own_ray(cpus=self._slots + 2, gpus=gpus, store_bytes=store_bytes, folder=self.folder.path)
 
-    def _faults(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.task.faults is None else self.task.faults.attach(self.task)
-
-    def _engine(self, ray: Any, prepared: Prepared, evaluator: Evaluator, sink: Sink, hub: HubProcessSpec) -> RayEngine:
+    def _worker_spec(self, ray: Any, params: Tree) -> WorkerProcessSpec:
         run, spec, workload = self.run, self._spec, self.task.workload
-        weights = (ray.put(tree_bytes(prepared.warm_start.params)),) if workload is None and partitioned_by_weights(run) else ()
+        weights = (ray.put(tree_bytes(params)),) if workload is None and partitioned_by_weights(run) else ()
         logs = (self.folder.path / "logs").absolute()
-        worker = WorkerProcessSpec(run=run, engine=spec, gpus=_gpus(run, spec), workload=workload, weights=weights, logs=logs)
-        return RayEngine(ray=ray, hub=hub, worker=worker, evaluate=evaluator, sink=sink, log=self.task.log)
+        return WorkerProcessSpec(run=run, engine=spec, gpus=_gpus(run, spec), workload=workload, weights=weights, logs=logs)
 
-    def _hub_spec(self, prepared: Prepared, begin_bytes: int, lost: LostRounds) -> HubProcessSpec:
+    def _hub_spec(self, prepared: Prepared, begin_bytes: int) -> HubProcessSpec:
         batches, params = prepared.workload.batches, prepared.warm_start.params
         return HubProcessSpec(
             run=self.run,
@@ -135,9 +124,9 @@ class RayDriver(Driver):
             layout=params.layout,
             dtype=dtype_name(params),
             begin_bytes=begin_bytes,
-            lost=lost,
+            lost=self._lost,
             session=secrets.token_hex(8),
-            storage=HubStorage(self.folder.path.absolute(), self.run.keep.checkpoints, prepared.origin),
-            fingerprint=str(prepared.origin["data"]),
+            folder=self.folder.path.absolute(),
+            origin=prepared.origin,
             warm_start_tokens=prepared.warm_start.tokens,
         )

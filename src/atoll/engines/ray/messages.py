@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,7 +26,6 @@ from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.protocols import Work
 from atoll.engines.accounting import ComputeSpan
-from atoll.engines.ray.hub_storage import HubStorage, LostRounds
 from atoll.engines.ray.spec import Ray
 from atoll.runs.run import Run
 
@@ -97,6 +97,13 @@ class HubStatus(NamedTuple):
     error: Exception | None  # ends the run
 
 
+class LostRounds(NamedTuple):
+    """Accepted rounds, and their local updates, that the log has after the last checkpoint."""
+
+    rounds: int
+    local_updates: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class HubProcessSpec:
     """What a hub process is made of."""
@@ -109,8 +116,8 @@ class HubProcessSpec:
     begin_bytes: int  # length of the event log at the start of the run
     lost: LostRounds  # rounds that the event log had after the last checkpoint when this session began
     session: str  # identifies the driving process; a new session resumes from the saved time, with new workers
-    storage: HubStorage
-    fingerprint: str
+    folder: Path  # of the run
+    origin: Mapping[str, str | None]  # digests of the Run and of the data, for a checkpoint's metadata
     warm_start_tokens: int
 
 

@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import AsyncAlgorithm, Plan
+from atoll.engines.process_spec import ProcessSpec
 from atoll.runs.run import Run
 from atoll.runs.validation import check_devices_share_batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ray:
+class Ray(ProcessSpec):
     """Train asynchronously with a hub and workers, which are Ray actors.
 
     Args:
@@ -29,6 +29,7 @@ class Ray:
     """
 
     name: ClassVar[str] = "ray"
+    resizable: ClassVar[bool] = False
 
     address: str | None = None
     processes: int | None = None
@@ -39,36 +40,24 @@ class Ray:
     hub_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        check_types(self)
-        least = self.processes or 1
-        for name, allowed, rule, default in (
-            ("processes", self.processes is None or self.processes >= 1, "at least 1", "one per device of the cluster"),
-            ("devices", self.devices >= 1, "a worker has at least 1", "1"),
-            ("max_workers", self.max_workers is None or self.max_workers >= least, f"at least engine.processes={least}", "no more"),
-            ("step_delay", self.step_delay is None or self.step_delay >= 0, "it is 0 or more", "no delay"),
-            ("save_every_s", self.save_every_s > 0, "it is more than 0 seconds", "30"),
-            ("hub_timeout_s", self.hub_timeout_s > 0, "it is more than 0 seconds", "300"),
-        ):
-            if not allowed:
-                raise ConfigError(f"engine.{name}={getattr(self, name)}: {rule}. Leave it out for {default}.")
+        super().__post_init__()
+        least, most = self.processes or 1, self.max_workers
+        self.check(
+            ("devices", self.devices >= 1, "a worker has at least 1. Leave it out for 1"),
+            ("max_workers", most is None or most >= least, f"at least engine.processes={least}. Leave it out for no more"),
+            ("save_every_s", self.save_every_s > 0, "it is more than 0 seconds. Leave it out for 30"),
+            ("hub_timeout_s", self.hub_timeout_s > 0, "it is more than 0 seconds. Leave it out for 300"),
+        )
 
     def fitted(self, run: Run) -> Run:
         """The run with the workers that are started, and its data cut as before."""
-        workers = self.processes or run.cluster.devices
         if not isinstance(run.algorithm, AsyncAlgorithm):
             raise ConfigError(
                 f"{type(run.algorithm).__name__} has rounds that all islands take part in, and --engine ray has a hub and workers. "
                 f"Use --engine processes, or an algorithm such as AsyncLocalSGD (recipe demo-async)."
             )
-        devices = run.cluster.devices_per_island
-        if workers % devices:
-            raise ConfigError(
-                f"processes={workers} cannot be islands of cluster.devices_per_island={devices} devices each, each of which is a "
-                f"worker. Use a multiple of it."
-            )
         check_devices_share_batch(run, self.devices)
-        data = replace(run.data, shards=run.data.shards or workers)
-        return replace(run, cluster=replace(run.cluster, islands=workers // devices), data=data)
+        return self.on_processes(run, self.processes or run.cluster.devices)
 
     def expected_workers(self, run: Run) -> int:
         """The number of workers that the run starts with."""
@@ -95,12 +84,7 @@ class Ray:
     def ignored_settings(self, run: Run) -> str:
         """The settings that real machines ignore or change, in one line."""
         assert isinstance(run.algorithm, AsyncAlgorithm)
-        cluster, given = run.cluster, run.algorithm.plan
-        ignored = ["cluster.link", *([] if self.step_delay else ["cluster.step_time_s"])]
-        ignored += ["lost messages"] if cluster.loses_messages else []
-        ignored += ["absences of islands"] if cluster.outages else []
-        line = f"{', '.join(ignored)}: ignored, since real processes compute and exchange as fast as they can."
-        plan, _ = self.plan(run)
+        line, given, (plan, _) = super().ignored_settings(run), run.algorithm.plan, self.plan(run)
         if plan.grace_s != given.grace_s:
             line += f" The grace window is {plan.grace_s:g} s ({self.step_delay:g} times algorithm.grace_s)."
         if plan.pace != given.pace:

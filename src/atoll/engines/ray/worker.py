@@ -23,30 +23,17 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task, Workload
 from atoll.engines.accounting import ComputeSpan
-from atoll.engines.ray import bootstrap
+from atoll.engines.ray import bootstrap, messages as msg
 from atoll.engines.ray.client import HubClient
-from atoll.engines.ray.messages import (
-    PushStatus,
-    RoundId,
-    TaskMessage,
-    UpdateMessage,
-    arrays_of,
-    dtype_name,
-    ignore_read_only_warning,
-    tree_bytes,
-    tree_copy,
-    tree_view,
-)
 from atoll.engines.ray.spec import Ray, further_devices
 from atoll.engines.round_record import WallClock
 from atoll.engines.timed_replica import ProcessReplica, run_worker_round
 from atoll.engines.training_setup import loss_of, replica_of
-from atoll.engines.warm_start_training import Cache, load_data
+from atoll.engines.warm_start_training import RunPreparation
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import LocalReplica
-from atoll.replica.master_weights import initial_weights
-from atoll.runs.run import Run, device_of, dtype_of
-from atoll.runs.workloads import data_fingerprint, sharded_workload, single_shard_workload
+from atoll.runs.run import Run, device_of
+from atoll.runs.workloads import data_fingerprint
 
 _PULL_WAIT_S = 5.0
 
@@ -75,22 +62,22 @@ class WorkerProcessSpec:
 
 
 class WorkerProcess:
-    """The worker process. `hub` is the handle of the hub's actor, `ray` the library if it is not the installed one."""
+    """The worker process. `hub` is the handle of the hub's actor."""
 
-    def __init__(self, spec: WorkerProcessSpec, hub: Any, ray: Any = None) -> None:
+    def __init__(self, spec: WorkerProcessSpec, hub: Any) -> None:
         run, threads = spec.run, spec.run.cluster.threads_per_island
         torch.set_num_threads(threads)
-        ignore_read_only_warning()
-        self._spec, self._run, self._ray = spec, run, ray or bootstrap.library()
+        msg.ignore_read_only_warning()
+        self._spec, self._run, self._ray = spec, run, bootstrap.library()
         self._client = HubClient(self._ray, hub, timeout_s=spec.engine.hub_timeout_s, log=self._log)
         self._about = f"process {os.getpid()} on {platform.node()}, {threads} thread(s)"
         self._log(f"incarnation {spec.incarnation}: {self._about}")
         self._clock = WallClock()
-        self._pause_s = (spec.engine.step_delay or 0.0) * run.effective_cluster.step_time(spec.worker, run.seed)
+        self._pause_s = spec.engine.delay_s(run, spec.worker)
         self._workload: Workload
         self._loss: Loss
         self._replica: LocalReplica
-        self._last: RoundId | None = None
+        self._last: msg.RoundId | None = None
 
     def _log(self, text: str) -> None:
         """Appends a line to the worker's log in the run's folder, or to Ray's logs on a machine without that folder."""
@@ -111,13 +98,13 @@ class WorkerProcess:
 
     def _work(self) -> int:
         rounds, spec = 0, self._spec
-        self._workload = spec.workload or self._load_workload()
+        self._workload = self._load_workload()
         self._loss = loss_of(self._run, self._workload)
         self._replica = self._new_replica()
         self._register()
         while True:
             wait_s = self._client.wait_s(_PULL_WAIT_S)
-            task: TaskMessage = self._client.call("pull", spec.worker, spec.incarnation, self._last, wait_s)
+            task: msg.TaskMessage = self._client.call("pull", spec.worker, spec.incarnation, self._last, wait_s)
             match task.status:
                 case "finished" | "replaced":
                     self._log(f"ends after {rounds} rounds: {task.status}")
@@ -132,11 +119,11 @@ class WorkerProcess:
                     pass
 
     def _load_workload(self) -> Workload:
-        run, data = self._run, load_data(self._run, Cache())
+        preparation = RunPreparation(self._run, self._spec.workload)
         if not self._spec.weights:  # the partition does not depend on weights
-            return sharded_workload(run, data, Tree.of({}))
-        like = initial_weights(single_shard_workload(run, data), device_of(run), dtype_of(run))
-        return sharded_workload(run, data, tree_view(self._ray.get(self._spec.weights[0]), like.layout, dtype_name(like)).copy())
+            return preparation.sharded(Tree.of({}))
+        like, array = preparation.initial_weights(), self._ray.get(self._spec.weights[0])
+        return preparation.sharded(msg.tree_view(array, like.layout, msg.dtype_name(like)).copy())
 
     def _new_replica(self) -> LocalReplica:
         """A replica with a fresh optimizer."""
@@ -156,14 +143,14 @@ class WorkerProcess:
         self._replica, self._last = self._new_replica(), None
         self._log(f"resets its optimizer: {why}")
 
-    def _round(self, task: TaskMessage) -> int:
+    def _round(self, task: msg.TaskMessage) -> int:
         """Trains one round and pushes the delta. Returns the number of rounds: 0 if the weights were lost."""
         self._clock.set(task.now_s)
         array = self._client.fetch(task.weights)
         if array is None:
             return 0
         assert task.work is not None
-        params = tree_copy(array, self._replica.weights.layout, task.dtype, self._replica.device)
+        params = msg.tree_copy(array, self._replica.weights.layout, task.dtype, self._replica.device)
         del array  # frees its room in the object store
         begin_s, computed = self._clock.now_s(), list[ComputeSpan]()
         self._client.hub.round_started.remote(self._spec.worker, self._spec.incarnation, task.round_id, begin_s)
@@ -181,13 +168,13 @@ class WorkerProcess:
             params.release()
         return 1
 
-    def _push(self, round_id: RoundId, begin_s: float, computed: Sequence[ComputeSpan], delta: Tree) -> None:
-        spec, pushed_s, buffers = self._spec, self._clock.now_s(), arrays_of(self._replica.buffers())
-        update = UpdateMessage(spec.worker, spec.incarnation, round_id, begin_s, pushed_s, tuple(computed), buffers)
-        reference = self._ray.put(tree_bytes(delta))  # once, also for a repeated push
+    def _push(self, round_id: msg.RoundId, begin_s: float, computed: Sequence[ComputeSpan], delta: Tree) -> None:
+        spec, pushed_s, buffers = self._spec, self._clock.now_s(), msg.arrays_of(self._replica.buffers())
+        update = msg.UpdateMessage(spec.worker, spec.incarnation, round_id, begin_s, pushed_s, tuple(computed), buffers)
+        reference = self._ray.put(msg.tree_bytes(delta))  # once, also for a repeated push
         if delta.donated:
             delta.release()
-        status: PushStatus = self._client.call("push", update, reference)
+        status: msg.PushStatus = self._client.call("push", update, reference)
         self._last = round_id
         if status == "refused":  # the optimizer's moments are as unusable as the update
             self._replica = self._new_replica()

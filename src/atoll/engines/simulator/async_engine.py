@@ -1,8 +1,8 @@
 """The simulator of asynchronous algorithms: a hub and its workers under one virtual clock.
 
-Each round of a worker is a coroutine that pulls, trains and pushes. Its duration is known at its dispatch, so the hub is told
-exactly when the next update arrives. Only training happens between two arrivals: the engine reports, accounts, evaluates and saves
-at an arrival, after the hub's step.
+Each round of a worker is a coroutine that pulls, trains and pushes. Its duration is known at its dispatch, so the engine knows when
+the next update arrives. Only training happens between two arrivals: the engine reports, accounts, evaluates and saves at an
+arrival, after the hub's step.
 
 A checkpoint holds the hub and, for every worker in a round, its dispatch and the state of its replica at that time. On resume such
 rounds begin again at their old time.
@@ -20,18 +20,32 @@ from typing import Any
 import torch
 
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Dispatch
-from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
+from atoll.core.errors import ExchangeFailed, TrainingDiverged
 from atoll.core.events import IslandJoined, IslandLeft, Progress
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
-from atoll.engines.accounting import MAX_REFUSALS, ComputeSpan
+from atoll.engines.accounting import MAX_REFUSALS, ComputeSpan, diverged_hub
 from atoll.engines.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
-from atoll.engines.simulator.engine import BaseSimEngine, SimSetup
+from atoll.engines.simulator.engine import BaseSimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.engines.simulator.peers import SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.engines.training_setup import passed_multiple
 from atoll.replica.local_replica import ComputeJob, LocalReplica
 from atoll.runs.cluster import CONTROL_BYTES, draw
+
+
+@dataclass
+class SimRound:
+    """A round of a worker. Its times are predictions, which are exact if it pulls, trains once and pushes."""
+
+    dispatch: Dispatch
+    begin_s: float  # when the worker has received the weights
+    end_s: float  # when it will have trained
+    arrival_s: float  # when its update will arrive at the hub
+    steps_before: int  # steps of its replica before this round
+    replica_before: dict[str, Any] | None  # the replica's state before this round; None if the run saves nothing
+    spans: list[ComputeSpan] = field(default_factory=list)
 
 
 @dataclass
@@ -41,38 +55,32 @@ class SimWorker:
     id: int
     replica: LocalReplica
     accounted_s: float  # until when its presence is accounted
-    dispatch: Dispatch | None = None  # its present round
-    begin_s: float = 0.0  # when it has received the weights of this round
-    end_s: float = 0.0  # when it will have trained
-    arrival_s: float = math.inf  # when its update will arrive at the hub
-    steps_before: int = 0  # steps of its replica before this round
-    replica_before: dict[str, Any] | None = None  # the replica's state before this round; None if the run saves nothing
-    task: ClockTask | None = None
-    spans: list[ComputeSpan] = field(default_factory=list)  # of this round
     refusals: int = 0  # in a row
+    round: SimRound | None = None  # None while it waits in a window
+    task: ClockTask | None = None  # of its last round
 
     def resumable(self) -> dict[str, Any]:
         """The replica's state for a checkpoint: as it was before the present round, or as it is if there is none."""
-        if self.dispatch is None:
+        if self.round is None:
             return self.replica.state()
-        assert self.replica_before is not None, "an engine that saves keeps the state before each round"
-        return self.replica_before
+        assert self.round.replica_before is not None, "an engine that saves keeps the state before each round"
+        return self.round.replica_before
 
 
 class SimHub:
     """The hub, seen from one worker in one round. A protocols.Hub."""
 
-    def __init__(self, engine: AsyncSimEngine, worker: SimWorker, dispatch: Dispatch, task: Task) -> None:
-        self._engine, self._worker, self._dispatch, self._task = engine, worker, dispatch, task
+    def __init__(self, task: Task, begin_s: float, push: Callable[[Tree], Wait]) -> None:
+        self._task, self._begin_s, self._push = task, begin_s, push
         self.pushed = False
 
     async def pull(self) -> Task:
-        task: Task = await Wait(lambda waiting: waiting.resume_at(self._worker.begin_s, lambda: self._task))
+        task: Task = await Wait(lambda waiting: waiting.resume_at(self._begin_s, lambda: self._task))
         return task
 
     async def push(self, delta: Tree) -> None:
         self.pushed = True
-        await Wait(partial(self._engine.start_push, self._worker, self._dispatch, delta.donate()))
+        await self._push(delta.donate())
 
 
 class AsyncSimEngine(BaseSimEngine):
@@ -82,10 +90,7 @@ class AsyncSimEngine(BaseSimEngine):
     def __init__(self, algorithm: AsyncAlgorithm[Any], setup: SimSetup) -> None:
         cluster, batches = setup.cluster, setup.batches
         cluster.check_asynchronous()
-        if setup.steps < 1:
-            raise ConfigError(f"steps={setup.steps}: there must be at least 1 inner step per island.")
-        super().__init__(setup)
-        self.algorithm = algorithm
+        super().__init__(setup, algorithm)
         self.hub = AsyncHub(
             algorithm,
             setup.params.copy(),  # the hub reuses its buffers; the caller keeps its own
@@ -100,8 +105,8 @@ class AsyncSimEngine(BaseSimEngine):
         self._save_due = False
         self._watched_s = math.nan  # the end of the window that the clock will wake the hub for
         for island in cluster.present_at_start():
-            self.workers[island] = SimWorker(island, self._new_replica(island), accounted_s=0.0)
-        self._first_replica = next((worker.replica for worker in self.workers.values()), None) or self._new_replica(0)
+            self.workers[island] = SimWorker(island, self._work.new_replica(island), accounted_s=0.0)
+        self._first_replica = next((worker.replica for worker in self.workers.values()), None) or self._work.new_replica(0)
         self._buffers = copy.deepcopy(self._first_replica.buffers())
 
     # -------------------------------------------------------------------------------------------------------- the whole run
@@ -114,9 +119,14 @@ class AsyncSimEngine(BaseSimEngine):
 
     def _run_rounds(self) -> Iterator[None]:
         try:
-            self._schedule_changes()
-            if self.hub.scheduler.rounds > 0:
-                self._restart_rounds()
+            # Changes are scheduled before anything else, so that they come first among events of one moment.
+            for time_s, island, joins in self.cluster.membership_changes()[self._changes_done :]:
+                self._clock.spawn(f"island {island} {'joins' if joins else 'leaves'}", self._change(time_s, island, joins), time_s)
+            if self.hub.scheduler.rounds > 0:  # the rounds that the checkpoint interrupted start in the order of their dispatch
+                interrupted = [worker.round for worker in self.workers.values() if worker.round is not None]
+                for round in sorted(interrupted, key=lambda one: one.dispatch.round):
+                    self._start_round(round)
+                self._tick()
             else:
                 self._apply(self.hub.join_all({island: self._speed(island) for island in self.workers}, 0.0))
             self._clock.run(stop=lambda: self.hub.done or self._save_due)
@@ -133,13 +143,6 @@ class AsyncSimEngine(BaseSimEngine):
                 f"{scheduler.updates} local updates. Its checkpoints are valid, but the run cannot continue. Start a new run in "
                 f"which cluster.outages have a stop_s."
             )
-
-    def _restart_rounds(self) -> None:
-        """Starts the rounds that the checkpoint interrupted, in the order of their dispatch."""
-        dispatches = [worker.dispatch for worker in self.workers.values() if worker.dispatch is not None]
-        for dispatch in sorted(dispatches, key=lambda d: d.round):
-            self._start_round(dispatch)
-        self._watch_window()
 
     @property
     def params(self) -> Tree:
@@ -159,7 +162,7 @@ class AsyncSimEngine(BaseSimEngine):
 
     def _progress(self) -> Progress:
         """The steps that have arrived, and those of rounds under way."""
-        running = sum(w.replica.steps_taken - w.steps_before for w in self.workers.values() if w.dispatch is not None)
+        running = sum(w.replica.steps_taken - w.round.steps_before for w in self.workers.values() if w.round is not None)
         done = (self.accounting.totals.local_updates + running) // self.cluster.islands
         return Progress(phase="training", done=min(done, self.steps), total=self.steps)
 
@@ -169,9 +172,9 @@ class AsyncSimEngine(BaseSimEngine):
         for outcome in outcomes:
             match outcome:
                 case Dispatch():
-                    self._start_round(outcome)
-                    begin_s = self.workers[outcome.worker].begin_s
-                    self._sink.emit(self.accounting.dispatched(outcome, begin_s, self.params.nbytes))
+                    round = self._new_round(outcome)
+                    self._start_round(round)
+                    self._sink.emit(self.accounting.dispatched(outcome, round.begin_s, self.params.nbytes))
                 case ClosedWindow() | AbandonedRound():
                     self._sink.emit(self.accounting.hub_event(outcome))
                 case Applied():
@@ -179,15 +182,21 @@ class AsyncSimEngine(BaseSimEngine):
                 case Refusal():
                     self._refuse(outcome)
 
-    def _start_round(self, dispatch: Dispatch) -> None:
-        worker = self.workers[dispatch.worker]
-        worker.dispatch, worker.spans, worker.steps_before = dispatch, [], worker.replica.steps_taken
-        self._predict(worker, dispatch)
-        if self._setup.save_every is not None:
-            worker.replica_before = copy.deepcopy(worker.replica.state())
-        hub = SimHub(self, worker, dispatch, self.hub.task(dispatch))
-        coroutine = self.algorithm.round(SimReplica(worker.replica, partial(self._compute, worker)), hub)
-        worker.task = self._clock.spawn(f"worker {worker.id}", coroutine, dispatch.time_s, partial(self._end_round, hub, worker))
+    def _new_round(self, dispatch: Dispatch) -> SimRound:
+        worker, link, num_bytes = self.workers[dispatch.worker], self.cluster.link_of(dispatch.worker), self.params.nbytes
+        begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
+        end_s = begin_s + self._work.duration_s(worker.id, dispatch.round, dispatch.steps)
+        arrival_s = end_s + link.latency_s + num_bytes / link.up_bytes_per_s
+        replica_before = None if self._setup.save_every is None else copy.deepcopy(worker.replica.state())
+        worker.round = SimRound(dispatch, begin_s, end_s, arrival_s, worker.replica.steps_taken, replica_before)
+        return worker.round
+
+    def _start_round(self, round: SimRound) -> None:
+        worker = self.workers[round.dispatch.worker]
+        hub = SimHub(self.hub.task(round.dispatch), round.begin_s, partial(self._push, worker, round))
+        coroutine = self.algorithm.round(SimReplica(worker.replica, partial(self._compute, round)), hub)
+        end = partial(self._end_round, hub, worker)
+        worker.task = self._clock.spawn(f"worker {worker.id}", coroutine, round.dispatch.time_s, end)
 
     def _end_round(self, hub: SimHub, worker: SimWorker, task: ClockTask) -> None:
         if not hub.pushed:
@@ -196,42 +205,42 @@ class AsyncSimEngine(BaseSimEngine):
                 f"Every round of {type(self.algorithm).__name__} must end with `await hub.push(...)`."
             )
 
-    def _compute(self, worker: SimWorker, job: ComputeJob) -> Wait:
+    def _compute(self, round: SimRound, job: ComputeJob) -> Wait:
         def start(task: ClockTask) -> None:
-            assert worker.dispatch is not None
-            seconds = self._duration_s(worker.id, worker.dispatch.round, job.batches, len(worker.spans))
-            self._pool.compute(job, task, seconds, worker.spans.append)
+            number: int | str = f"{round.dispatch.round}.{len(round.spans)}" if round.spans else round.dispatch.round
+            seconds = self._work.duration_s(round.dispatch.worker, number, job.batches)
+            self._pool.compute(job, task, seconds, round.spans.append)
 
         return Wait(start)
 
-    def start_push(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, task: ClockTask) -> None:
-        link = self.cluster.link_of(worker.id)
-        arrival_s = task.now_s + link.latency_s + delta.nbytes / link.up_bytes_per_s
-        task.resume_at(arrival_s, lambda: self._arrive(worker, dispatch, delta, arrival_s))
+    def _push(self, worker: SimWorker, round: SimRound, delta: Tree) -> Wait:
+        def start(task: ClockTask) -> None:
+            link = self.cluster.link_of(worker.id)
+            arrival_s = task.now_s + link.latency_s + delta.nbytes / link.up_bytes_per_s
+            task.resume_at(arrival_s, lambda: self._arrive(worker, round, delta, arrival_s))
+
+        return Wait(start)
 
     # ---------------------------------------------------------------------------------------------------------- an arrival
 
-    def _arrive(self, worker: SimWorker, dispatch: Dispatch, delta: Tree, now_s: float) -> None:
+    def _arrive(self, worker: SimWorker, round: SimRound, delta: Tree, now_s: float) -> None:
         """The hub gets an update. If the link lost it, the hub returns its data and dispatches the worker again."""
-        self._now_s, before = now_s, self.accounting.totals.local_updates
+        self._now_s, before, number = now_s, self.accounting.totals.local_updates, round.dispatch.round
         next_s = self._next_arrival_s(but=worker.id)
         self.accounting.sent(worker.id, delta.nbytes, CONTROL_BYTES)
-        if self.cluster.delivers(worker.id, dispatch.round, self._setup.seed):
-            seconds = math.fsum(span.end_s - span.start_s for span in worker.spans)
-            self._apply(self.hub.push(Push(worker.id, dispatch.round, delta, seconds or None), now_s, next_s))
-        elif self.hub.scheduler.open_dispatch(worker.id, dispatch.round) is not None:  # not a second delivery of the same update
+        if self.cluster.delivers(worker.id, number, self._setup.seed):
+            seconds = math.fsum(span.end_s - span.start_s for span in round.spans)
+            self._apply(self.hub.push(Push(worker.id, number, delta, seconds or None), now_s, next_s))
+        elif self.hub.scheduler.open_dispatch(worker.id, number) is not None:  # not a second delivery of the same update
             self._account_lost_computing(worker, self._now_s)
             self._apply(self.hub.give_up(worker.id, now_s))
         self._tick()
         self._save_due = self._setup.save_every is not None and self._is_due(before, self._setup.save_every)
 
     def _tick(self) -> None:
-        """Tells the hub when the next update arrives, which may close a window. If a window stays open, the clock wakes the hub at
+        """Gives the hub the time of the next arrival, which may close a window. If a window stays open, the clock wakes the hub at
         its deadline: a round that trains more than once arrives later than predicted."""
         self._apply(self.hub.tick(self._now_s, self._next_arrival_s()))
-        self._watch_window()
-
-    def _watch_window(self) -> None:
         deadline_s = self.hub.scheduler.deadline_s
         if deadline_s is not None and deadline_s < math.inf and deadline_s != self._watched_s:
             self._watched_s = deadline_s
@@ -250,13 +259,14 @@ class AsyncSimEngine(BaseSimEngine):
 
     def _account_update(self, applied: Applied) -> None:
         worker, before = self.workers[applied.dispatch.worker], self.accounting.totals.local_updates
-        worker.dispatch, worker.refusals = None, 0
+        round, worker.round, worker.refusals = worker.round, None, 0
+        assert round is not None, "the hub applies updates of open rounds only"
         self._buffers = copy.deepcopy(worker.replica.buffers())
-        pushed_s = worker.spans[-1].end_s if worker.spans else worker.begin_s
+        pushed_s = round.spans[-1].end_s if round.spans else round.begin_s
         for other in self.workers.values():
             self._account_presence(other, applied.time_s)
         for event in self.accounting.update_applied(
-            applied, worker.spans, pushed_s=pushed_s, sent_bytes=self.params.nbytes, workers=len(self.workers)
+            applied, round.spans, pushed_s=pushed_s, sent_bytes=self.params.nbytes, workers=len(self.workers)
         ):
             self._sink.emit(event)
         if self._is_due(before, self._setup.evaluate_every):
@@ -274,14 +284,11 @@ class AsyncSimEngine(BaseSimEngine):
                 f"checkpoints are valid. Lower the learning rate, or set train.clip_norm."
             )
         self._account_lost_computing(worker, self._now_s)
-        worker.replica = self._new_replica(worker.id)  # its moments are as unusable as its update
+        worker.replica = self._work.new_replica(worker.id)  # its moments are as unusable as its update
 
     def _evaluate(self) -> None:
         if not self.params.is_finite():
-            raise TrainingDiverged(
-                f"the hub's weights are no longer finite after {self.round} arrivals, though every delta was. The run stops; its "
-                f"checkpoints are valid. Lower the outer learning rate, or the weight of each arrival."
-            )
+            raise diverged_hub(self.round)
         super()._evaluate()
 
     # ---------------------------------------------------------------------------------------------- the workers' timing and ledgers
@@ -290,21 +297,9 @@ class AsyncSimEngine(BaseSimEngine):
         """In steps per second."""
         return 1 / self.cluster.step_time(island, self._setup.seed)
 
-    def _duration_s(self, island: int, round: int, batches: float, span: int = 0) -> float:
-        """Of the compute span with this number in a round."""
-        jitter = self.cluster.jitter(island, f"{round}.{span}" if span else round, batches, self._setup.seed)
-        return batches * (self.cluster.step_time(island, self._setup.seed) * jitter)
-
-    def _predict(self, worker: SimWorker, dispatch: Dispatch) -> None:
-        """Predicts when the worker has its weights, has trained, and its update arrives."""
-        link, num_bytes = self.cluster.link_of(worker.id), self.params.nbytes
-        worker.begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
-        worker.end_s = worker.begin_s + self._duration_s(worker.id, dispatch.round, dispatch.steps)
-        worker.arrival_s = worker.end_s + link.latency_s + num_bytes / link.up_bytes_per_s
-
     def _next_arrival_s(self, but: int | None = None) -> float:
-        """The predicted time of the next arrival. It is exact for a round that pulls, trains once and pushes."""
-        return min((w.arrival_s for w in self.workers.values() if w.dispatch is not None and w.id != but), default=math.inf)
+        """The predicted time of the next arrival."""
+        return min((w.round.arrival_s for w in self.workers.values() if w.round is not None and w.id != but), default=math.inf)
 
     def _close(self, worker: SimWorker, now_s: float) -> None:
         """Accounts a worker that leaves, or that is present at the end of the run."""
@@ -317,23 +312,18 @@ class AsyncSimEngine(BaseSimEngine):
 
     def _account_lost_computing(self, worker: SimWorker, now_s: float) -> None:
         """Accounts the computing of a round whose update is lost or refused."""
-        if worker.dispatch is not None:
-            self.accounting.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.end_s) - worker.begin_s)
+        if worker.round is not None:
+            self.accounting.ledgers[worker.id].computed_s += max(0.0, min(now_s, worker.round.end_s) - worker.round.begin_s)
 
     # -------------------------------------------------------------------------------------------------- joining and leaving
-
-    def _schedule_changes(self) -> None:
-        """Schedules all joins and leaves that remain, before anything else, so that they come first among events of one moment."""
-        for time_s, island, joins in self.cluster.membership_changes()[self._changes_done :]:
-            self._clock.spawn(f"island {island} {'joins' if joins else 'leaves'}", self._change(time_s, island, joins), time_s)
 
     async def _change(self, time_s: float, island: int, joins: bool) -> None:
         self._now_s = time_s
         self._changes_done += 1
         if joins:
-            self.workers[island] = SimWorker(island, self._new_replica(island), accounted_s=time_s)
+            self.workers[island] = SimWorker(island, self._work.new_replica(island), accounted_s=time_s)
             self._sink.emit(IslandJoined(island=island, round=self.round, virtual_time_s=time_s, donor=None, sent_bytes=0))
-            self._apply(self.hub.join(island, time_s, self._speed(island)))
+            self._apply(self.hub.join_all({island: self._speed(island)}, time_s))
         else:
             gone = self.workers.pop(island)
             if gone.task is not None:
@@ -363,9 +353,9 @@ class AsyncSimEngine(BaseSimEngine):
         self._now_s, self._changes_done = engine["now_s"], engine["changes_done"]
         fresh, self.workers = self.workers, {}
         for island, accounted_s, refusals in engine["workers"]:
-            replica = fresh[island].replica if island in fresh else self._new_replica(island)
+            replica = fresh[island].replica if island in fresh else self._work.new_replica(island)
             replica.restore(load(f"worker-{island}", None)["replica"])
+            self.workers[island] = SimWorker(island, replica, accounted_s, refusals)
             dispatch = self.hub.scheduler.workers[island].dispatch
-            worker = self.workers[island] = SimWorker(island, replica, accounted_s, dispatch=dispatch, refusals=refusals)
             if dispatch is not None:  # a finished run accounts this round without starting it again
-                self._predict(worker, dispatch)
+                self._new_round(dispatch)

@@ -97,7 +97,7 @@ class BatchedCompute:
             self.how, self._why, self._unreported = "apart", str(ragged), True
             if not trainings:
                 return [job() for job in jobs]
-            return [(None, _rest(job, taken)) for job, taken in zip(trainings, ragged.taken, strict=True)]
+            return [(None, _rest(job, before)) for job, before in zip(trainings, ragged.results, strict=True)]
 
     def _decide(self, jobs: Sequence[ComputeJob]) -> None:
         self._decided, self._unreported = True, self._restored is None  # the log has a restored decision already

@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite, products
 from atoll.core.nested_trees import memory_of
-from atoll.core.protocols import Mean, Scattered, Sink
-from atoll.engines.accounting import RunAccounting
+from atoll.core.protocols import Mean, Scattered
+from atoll.engines.simulator.member_work import MemberWork
 from atoll.engines.simulator.virtual_clock import ClockTask
-from atoll.runs.cluster import (
-    CONTROL_BYTES,
-    CollectiveCost,
-    Link,
-    Topology,
-    all_gather_cost,
-    all_reduce_cost,
-    reduce_scatter_cost,
-)
+from atoll.runs.cluster import CONTROL_BYTES, CollectiveCost, all_gather_cost, all_reduce_cost, reduce_scatter_cost
 
 _CONTROL_BYTES = {"mean": 2 * CONTROL_BYTES, "reduce_scatter": 2 * CONTROL_BYTES, "total": CONTROL_BYTES, "all_gather": 0}
 """Control bytes to each peer: a weight and whether the tree is finite; a number; nothing."""
@@ -49,23 +40,26 @@ class Contribution(NamedTuple):
     weight: float
 
 
-@dataclass
 class SimCollectives:
-    """The exchanges of one round."""
+    """The exchanges of one round between these islands, or between these devices of island `inside`, which always hear each
+    other. Members are in rank order."""
 
-    islands: Sequence[int]  # the numbers of the members, in rank order
-    heard: Sequence[bool]  # whether the messages of each member arrive in this round
-    links: Sequence[Link]
-    topology: Topology  # of means; slices always travel on a ring
-    accounting: RunAccounting
-    sink: Sink
-    inside: int | None = None  # the island whose devices are the members; None if islands are
-    committed: bool = False  # whether an exchange of this round had any weight, or was a reduce-scatter
-    left_out: set[int] = field(default_factory=set)  # ranks that a mean of this round left out
-    skipped: UpdateSkipped | None = None  # set if the last gradients of this round were not finite, or had no weight
-    kept: Set[int] = frozenset()  # memory of the States that the round began with
-    results: list[Tree] = field(default_factory=list)  # trees that exchanges made; all members hold the same object
-    _waiting: dict[int, tuple[str, list[Contribution]]] = field(default_factory=dict)  # operation and contributions by call
+    def __init__(self, work: MemberWork, members: Sequence[int], inside: int | None = None) -> None:
+        cluster, between = work.cluster, inside is None
+        self.work, self.members, self.inside = work, members, inside
+        self._links = [cluster.link_of(member) if between else cluster.inside for member in members]
+        self._topology = cluster.topology if between else "ring"  # of means; slices always travel on a ring
+        self._waiting: dict[int, tuple[str, list[Contribution]]] = {}  # operation and contributions by call
+        self.left_out = {rank for rank, member in enumerate(members) if between and not work.delivers(member, members)}
+        """Ranks whose messages are lost in this round. A mean leaves them out, and any other exchange aborts the round."""
+        self.committed = False  # whether an exchange of this round had any weight, or was a reduce-scatter
+        self.skipped: UpdateSkipped | None = None  # set if the last gradients of this round were not finite, or had no weight
+        self.kept: Set[int] = frozenset()  # memory of the States that the round began with
+        self.results: list[Tree] = []  # trees that exchanges made; all members hold the same object
+
+    @property
+    def round(self) -> int:
+        return self.work.accounting.totals.round
 
     def contribute(self, call: int, what: str, mine: Contribution, option: bool) -> None:
         """Joins the exchange number `call`. `option` is a mean's `compare` or a reduce-scatter's `wide`."""
@@ -76,33 +70,21 @@ class SimCollectives:
         expected, contributions = self._waiting.setdefault(call, (what, []))
         if expected != what:
             raise ExchangeFailed(
-                f"in round {self.accounting.totals.round} {self.name(mine.rank)} calls {what}, but the other members are in "
-                f"{expected}. All islands must make the same calls in the same order."
+                f"in round {self.round} {self.name(mine.rank)} calls {what}, but the other members are in {expected}. All islands "
+                f"must make the same calls in the same order."
             )
         contributions.append(mine)
-        if len(contributions) == len(self.islands):
+        if len(contributions) == len(self.members):
             del self._waiting[call]
             self._exchange(what, sorted(contributions, key=lambda c: c.rank), option)
 
     def gather_weights(self, whole: Tree, start_s: float) -> float:
         """Every member sends its slice of these weights, outside of the algorithm's calls. Returns when that ends."""
-        count = len(self.islands)
-        cost = all_gather_cost(whole.numel, whole.flat.element_size(), self.links)
-        event = self.accounting.exchanged(
-            "all_gather",
-            islands=self.islands,
-            arrived_s=[start_s] * count,
-            end_s=start_s + cost.seconds,
-            sent_bytes=cost.sent_bytes,
-            control_bytes=[0] * count,
-            weight=float(count),
-            inside=self.inside,
-        )
-        self.sink.emit(event)
-        return event.end_s
+        count, cost = len(self.members), all_gather_cost(whole.numel, whole.flat.element_size(), self._links)
+        return self._account("all_gather", cost, [start_s] * count, float(count), left_out=set())
 
     def name(self, rank: int) -> str:
-        number = self.islands[rank]
+        number = self.members[rank]
         return f"island {number}" if self.inside is None else f"device {number} of island {self.inside}"
 
     def waiting(self) -> list[str]:
@@ -110,65 +92,72 @@ class SimCollectives:
         return [f"{self.name(one.rank)} in {what}" for what, contributions in self._waiting.values() for one in contributions]
 
     def _exchange(self, what: str, arrived: list[Contribution], option: bool) -> None:
-        heard = [c for c in arrived if self.heard[c.rank]]
-        start_s = max(c.task.now_s for c in arrived)
-        if what != "mean" and len(heard) < len(arrived):  # a slice is missing
-            missing = [self.islands[c.rank] for c in arrived if c not in heard]
-            raise RoundAborted(what, missing, start_s + max(link.latency_s for link in self.links))
-        cost = self._cost(what, heard)
+        arrived_s, heard = [c.task.now_s for c in arrived], [c for c in arrived if c.rank not in self.left_out]
+        if what != "mean" and self.left_out:  # a slice is missing
+            missing = [self.members[rank] for rank in sorted(self.left_out)]
+            raise RoundAborted(what, missing, max(arrived_s) + max(link.latency_s for link in self._links))
         weight = float(len(heard)) if what == "all_gather" else float(sum(c.weight for c in heard))
         self.committed = self.committed or what == "reduce_scatter" or (weight > 0 and what != "total")
-        sent_bytes = {c.rank: num_bytes for c, num_bytes in zip(heard, cost.sent_bytes, strict=True)}
-        self.left_out |= {c.rank for c in arrived} - sent_bytes.keys()
-        devices = len(self.accounting.device_ledgers[0]) if self.inside is None and self.accounting.device_ledgers else 1
-        control_bytes = devices * _CONTROL_BYTES[what] * (len(heard) - 1)  # each device of an island sends to its counterparts
-        event = self.accounting.exchanged(
-            what,
-            islands=self.islands,
-            heard=[c.rank in sent_bytes for c in arrived],
-            arrived_s=[c.task.now_s for c in arrived],
-            end_s=start_s + cost.seconds,
-            sent_bytes=[sent_bytes.get(c.rank, 0) for c in arrived],
-            control_bytes=[control_bytes if c.rank in sent_bytes else 0 for c in arrived],
-            weight=weight,
-            background=arrived[0].task.flight,
-            inside=self.inside,
-        )
-        self.sink.emit(event)
+        cost, background = self._cost(what, heard), arrived[0].task.flight
+        end_s = self._account(what, cost, arrived_s, weight, left_out=self.left_out, background=background)
         results = self._results(what, arrived, heard, weight, wide=option)
         if what in ("mean", "reduce_scatter"):
             if heard:
-                self._check_usable(results[heard[0].rank], heard, event.end_s)
-            if what == "mean" and option and heard and self.inside is None:
-                found = products([c.tree for c in heard])
-                self.sink.emit(self.accounting.compared(found, results[heard[0].rank].value.norm()))
+                result, self.skipped = results[heard[0].rank], None  # the last exchange decides whether the update is skipped
+                if not (result.finite and result.weight > 0):
+                    nonfinite = [self.members[c.rank] for c in heard if not c.tree.is_finite()]
+                    self.skipped = UpdateSkipped(round=self.round, islands=nonfinite, virtual_time_s=end_s, inside=self.inside)
+                if what == "mean" and option and self.inside is None:
+                    found = products([c.tree for c in heard])
+                    self.work.sink.emit(self.work.accounting.compared(found, result.value.norm()))
             # Contributions are donated, except for a State that the round may have to be repeated from: its buffers are `kept`.
             for tree in {id(one.tree): one.tree for one in arrived}.values():
                 if not tree.borrowed and memory_of(tree) not in self.kept:
                     tree.release()
         for one in arrived:
-            one.task.resume_at(event.end_s, lambda result=results[one.rank]: result)  # type: ignore[misc]
+            one.task.resume_at(end_s, lambda result=results[one.rank]: result)  # type: ignore[misc]
+
+    def _account(
+        self,
+        what: str,
+        cost: CollectiveCost,
+        arrived_s: list[float],
+        weight: float,
+        *,
+        left_out: Set[int],
+        background: bool = False,
+    ) -> float:
+        """Accounts an exchange that costs this, and returns when it ends."""
+        heard, sent_bytes = [rank not in left_out for rank in range(len(self.members))], iter(cost.sent_bytes)
+        devices = self.work.devices if self.inside is None else 1  # each device of an island sends to its counterparts
+        control_bytes = devices * _CONTROL_BYTES[what] * (sum(heard) - 1)
+        event = self.work.accounting.exchanged(
+            what,
+            islands=self.members,
+            heard=heard,
+            arrived_s=arrived_s,
+            end_s=max(arrived_s) + cost.seconds,
+            sent_bytes=[next(sent_bytes) if one else 0 for one in heard],
+            control_bytes=[control_bytes if one else 0 for one in heard],
+            weight=weight,
+            background=background,
+            inside=self.inside,
+        )
+        self.work.sink.emit(event)
+        return event.end_s
 
     def _cost(self, what: str, heard: Sequence[Contribution]) -> CollectiveCost:
         if not heard:  # every island sent, and no message arrived
-            return CollectiveCost(max(link.latency_s for link in self.links), [])
-        links, item_bytes = [self.links[c.rank] for c in heard], heard[0].tree.flat.element_size()
+            return CollectiveCost(max(link.latency_s for link in self._links), [])
+        links, item_bytes = [self._links[c.rank] for c in heard], heard[0].tree.flat.element_size()
         if what == "mean":
-            return all_reduce_cost(heard[0].tree.numel, item_bytes, links, self.topology)
+            return all_reduce_cost(heard[0].tree.numel, item_bytes, links, self._topology)
         if what == "total":  # a few bytes, which count as control bytes
-            cost = all_reduce_cost(len(heard), CONTROL_BYTES, links, self.topology)
+            cost = all_reduce_cost(len(heard), CONTROL_BYTES, links, self._topology)
             return CollectiveCost(cost.seconds, [0] * len(heard))
         if what == "reduce_scatter":
             return reduce_scatter_cost(heard[0].tree.numel, item_bytes, links)
         return all_gather_cost(sum(c.tree.numel for c in heard), item_bytes, links)
-
-    def _check_usable(self, result: Scattered | Mean, heard: Sequence[Contribution], time_s: float) -> None:
-        """The last exchange of a round decides whether its update is skipped."""
-        self.skipped = None
-        if not (result.finite and result.weight > 0):
-            nonfinite = [self.islands[c.rank] for c in heard if not c.tree.is_finite()]
-            number = self.accounting.totals.round
-            self.skipped = UpdateSkipped(round=number, islands=nonfinite, virtual_time_s=time_s, inside=self.inside)
 
     def _results(
         self, what: str, arrived: Sequence[Contribution], heard: Sequence[Contribution], weight: float, *, wide: bool

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -46,14 +45,16 @@ class ComputePool:
     def open(self, replica: LocalReplica) -> Iterator[None]:
         """Accepts jobs of replicas like this one. The number of torch threads is fixed, because the last bits of sums depend on
         it."""
+        workers, init = self._workers(replica), torch.set_num_threads
+        pool = self._pool = ThreadPoolExecutor(workers, "island", initializer=init, initargs=(self._threads,))
         self._closing = False
         try:
-            pool = _Pool(self._workers(replica), self._threads)
-            with torch_threads(self._threads), _short_switch_interval(), pool as self._pool:
+            with torch_threads(self._threads), _short_switch_interval():
                 try:
                     yield
                 finally:
                     self._closing = True  # before the pool waits for its threads
+                    _shut_down(pool)
         finally:
             self._pool = None
             self._queue.clear()
@@ -143,16 +144,11 @@ def _short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-class _Pool(ThreadPoolExecutor):
-    """Cancels jobs that have not begun when it closes: after the run, or after an error, their results are not needed."""
-
-    def __init__(self, workers: int, torch_threads: int) -> None:
-        super().__init__(workers, "island", initializer=torch.set_num_threads, initargs=(torch_threads,))
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        while True:
-            try:
-                self.shutdown(wait=True, cancel_futures=True)
-                return
-            except KeyboardInterrupt:
-                continue  # threads end with their present step; a process that exits before them would abort
+def _shut_down(pool: ThreadPoolExecutor) -> None:
+    """Cancels jobs that have not begun: after the run, or after an error, their results are not needed."""
+    while True:
+        try:
+            pool.shutdown(wait=True, cancel_futures=True)
+            return
+        except KeyboardInterrupt:
+            continue  # threads end with their present step; a process that exits before them would abort

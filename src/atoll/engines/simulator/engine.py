@@ -7,9 +7,8 @@ rounds the engine checks that the islands of a commit hold the same bits, accoun
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -20,53 +19,34 @@ from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Progress, RoundFailed, RunFinished
 from atoll.core.flat_tree import Tree, all_finite
 from atoll.core.nested_trees import memories, recycle, trees
-from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, Work, fields_owned, whole_steps
+from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, fields_owned, whole_steps
 from atoll.core.shared_results import sharing
-from atoll.engines.accounting import ComputeSpan, RunAccounting
+from atoll.engines.accounting import diverged_weights
 from atoll.engines.shared_and_sharded_state import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
-from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.engines.simulator.collectives import RoundAborted, SimCollectives
-from atoll.engines.simulator.compute_pool import ComputePool
-from atoll.engines.simulator.intra_island import (
-    IntraIsland,
-    IslandDevices,
-    SimMember,
-    check_held_weights,
-    held_weights,
-    load_held_weights,
-)
+from atoll.engines.simulator.intra_island import check_held_weights, held_weights, load_held_weights
+from atoll.engines.simulator.member_work import MemberWork, SimSetup
 from atoll.engines.simulator.membership import ClusterState, IslandState
 from atoll.engines.simulator.memory_counter import MemoryCounter, is_counted
 from atoll.engines.simulator.peers import SimPeers, SimReplica
-from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
-from atoll.engines.training_setup import DataPositions, TrainingSetup, passed_multiple, same_batches_everywhere
-from atoll.replica.forward_backward import ModuleTraits
-from atoll.replica.local_replica import ComputeJob, LocalReplica
+from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock
+from atoll.engines.training_setup import passed_multiple, same_batches_everywhere
+from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
-from atoll.runs.cluster import Cluster
-from atoll.runs.validation import check_two_level
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimSetup(TrainingSetup):
-    """What both simulators, the synchronous and the asynchronous one, need for a run."""
-
-    cluster: Cluster
-    seed: int = 0  # of all random draws of the cluster
-    batched_compute: BatchedCompute | None = None  # computes for several islands at once, if they share one device
+from atoll.runs.validation import check_two_level, check_whole_rounds
 
 
 class BaseSimEngine(ABC):
-    """What both simulators have in common. `devices` is their number per island, if they have an algorithm of their own."""
+    """What both simulators have in common. `inside` is the algorithm between the devices of an island, if there is one."""
 
-    def __init__(self, setup: SimSetup, *, devices: int = 0) -> None:
-        self.cluster, self.steps = setup.cluster, setup.steps
-        self.accounting = RunAccounting(setup.cluster.islands, devices)
+    def __init__(self, setup: SimSetup, algorithm: Any, inside: Algorithm[Any] | None = None) -> None:
+        self.cluster, self.steps, self.algorithm = setup.cluster, setup.steps, algorithm
         self._setup, self._sink = setup, setup.sink
-        self._pool = ComputePool(setup.cluster, lambda: self._sink.emit(self._progress()), setup.batched_compute)
-        self._traits: ModuleTraits | None = None
+        devices, in_step = setup.cluster.devices_per_island if inside else 0, same_batches_everywhere(algorithm, inside)
+        self._work = MemberWork(setup, lambda: self._sink.emit(self._progress()), devices=devices, in_step=in_step)
+        self._pool, self.accounting = self._work.pool, self._work.accounting
 
-    def train(self) -> Iterator[None]:
+    def train(self) -> Generator[None, None, None]:
         """Trains to the end of the run. Yields when a checkpoint is due: until it is resumed, the engine can be saved."""
         with self._pool.open(self._any_replica):
             if not self.accounting.totals.metrics:
@@ -111,13 +91,6 @@ class BaseSimEngine(ABC):
     @abstractmethod
     def _progress(self) -> Progress: ...
 
-    def _new_replica(self, number: int) -> LocalReplica:
-        """Made on the pool, because making a module may draw from the generators that training replicas draw from."""
-        replica = self._pool.run(lambda: self._setup.make_replica(number))
-        replica.cancelled = self._pool.closing
-        self._traits = replica.traits = self._traits or replica.traits  # the same for all replicas
-        return replica
-
     def _evaluate(self) -> None:
         metrics = self._pool.run(lambda: self._setup.evaluate(self.params, self.buffers()))
         self._sink.emit(self.accounting.evaluated(metrics, self.virtual_time_s))
@@ -135,44 +108,23 @@ class SimEngine(BaseSimEngine):
         inside: Algorithm[Any] | None = None,
         count_memory: bool = True,
     ) -> None:
-        cluster, steps, per_round = setup.cluster, setup.steps, algorithm.steps_per_round
+        cluster, per_round = setup.cluster, algorithm.steps_per_round
         cluster.check_synchronous()
         if cluster.topology == "star" and isinstance(algorithm, HoldsWeights):
             raise ConfigError(
                 f"cluster.topology=star, but {type(algorithm).__name__} scatters and gathers slices, which go round a ring. Use "
                 f"cluster.topology=ring, or an algorithm that takes means."
             )
-        check_exchange_dtype(algorithm, setup.params.layout)
+        check_whole_rounds(setup.steps, per_round)
+        for one in (algorithm, inside):
+            check_exchange_dtype(one, setup.params.layout)
         if inside is not None:
             check_two_level(algorithm, inside)
-            check_exchange_dtype(inside, setup.params.layout)
-        if steps < 1 or steps % per_round:
-            raise ConfigError(
-                f"steps={steps} is not a positive multiple of the {per_round} steps of a round of {type(algorithm).__name__}. "
-                f"Use {max(1, round(steps / per_round)) * per_round}."
-            )
-        super().__init__(setup, devices=cluster.devices_per_island if inside is not None else 0)
-        self.algorithm, self.rounds, self._count_memory = algorithm, steps // per_round, count_memory
-        self.data, self._in_step = DataPositions(setup.batches), same_batches_everywhere(algorithm, inside)
-        self._intra = None
-        if inside is not None:
-            self._intra = IntraIsland(
-                algorithm=inside,
-                cluster=cluster,
-                accounting=self.accounting,
-                sink=self._sink,
-                make_replica=self._new_replica,
-                compute=self.compute,
-                assign=self._assign,
-            )
-        self._cluster_state = ClusterState(
-            self, self._make_island, algorithm, cluster, setup.seed, self.rounds, self.accounting, self._sink
-        )
+        super().__init__(setup, algorithm, inside)
+        self._count_memory = count_memory
+        self._cluster_state = ClusterState(self._work, algorithm, inside, setup.steps // per_round)
         self._agreed: dict[str, Any] | None = None  # the shared fields of the first island that left this round
-        self._assigned_steps: dict[int, int] = {}  # of each island in this round
         self._updates_before = 0
-        for number in range(self.rounds):
-            cluster.present(number, self.rounds)  # rejects a schedule without islands before anything is trained
         self._cluster_state.start(setup.params.copy())  # States reuse their buffers; the caller keeps its own
 
     # -------------------------------------------------------------------------------------------------------- the whole run
@@ -209,18 +161,17 @@ class SimEngine(BaseSimEngine):
     def _run_round(self) -> None:
         self._cluster_state.update_membership()
         present = list(self.islands.values())
-        collectives = self._cluster_state.new_collectives(list(self.islands))
+        collectives, schedule = SimCollectives(self._work, list(self.islands)), self.steps_taken
         counter = MemoryCounter() if self._count_memory and is_counted(self.round) else None
         clock = VirtualClock(counter) if counter else VirtualClock()
         before, self._agreed = [island.state for island in present], None
-        self._assigned_steps = dict.fromkeys(self.islands, 0)
-        self.data.begin_round()
+        self._work.begin_round(self.islands)
         self._updates_before = self.accounting.totals.local_updates
         for rank, island in enumerate(present):
             # A round has to be repeated only where messages are lost.
             state = borrowed(island.state) if self.cluster.loses_messages else donated(island.state)
-            peers = SimPeers(self, collectives, rank, clock)
-            replica: Replica = SimReplica(island.replica, partial(self.compute, island))
+            peers = SimPeers(collectives, rank, clock, schedule, partial(self._cluster_state.catch_up, island))
+            replica: Replica = SimReplica(island.replica, partial(self._work.compute, island))
             if island.devices:
                 island.devices.clock, replica = clock, island.devices
             coroutine = self.algorithm.round(state, replica, peers)
@@ -233,10 +184,11 @@ class SimEngine(BaseSimEngine):
             with nullcontext() if counter else sharing():  # memory is counted with each island computing its own copy
                 unfinished = clock.run()
         except RoundAborted as aborted:
-            self._abandon(present, aborted)
+            self._abandon(present, collectives, aborted)
             return
         if unfinished:
-            waiting = [*collectives.waiting(), *(name for island in present if island.devices for name in island.devices.waiting())]
+            inside = [island.devices.collectives for island in present if island.devices]
+            waiting = [name for one in (collectives, *inside) for name in one.waiting()]
             raise ExchangeFailed(
                 f"round {self.round} cannot end: {', '.join(waiting)}; the other islands have left the round. "
                 f"All islands must make the same calls in the same order."
@@ -246,16 +198,15 @@ class SimEngine(BaseSimEngine):
             self._sink.emit(event)
         recycle([*before, *collectives.results], [self._cluster_state.shared, *(island.state for island in present)])
 
-    def _abandon(self, present: Sequence[IslandState], aborted: RoundAborted) -> None:
+    def _abandon(self, present: Sequence[IslandState], collectives: SimCollectives, aborted: RoundAborted) -> None:
         """Discards the round: every island continues from the State it had before."""
         self.accounting.totals.failed_rounds += 1
         self._pool.drain()
         what, time_s = aborted.what, aborted.time_s
         self._sink.emit(RoundFailed(round=self.round, what=what, islands=aborted.missing, virtual_time_s=time_s))
         if isinstance(self.algorithm, HoldsWeights):  # replicas may hold an estimate of other weights
-            load_held_weights(self.algorithm, self.islands.values())
-            whole = held_weights(self.algorithm, self.islands.values())
-            time_s = self._cluster_state.new_collectives(list(self.islands)).gather_weights(whole, time_s)
+            load_held_weights(self.algorithm, present)
+            time_s = collectives.gather_weights(held_weights(self.algorithm, present), time_s)
         for island in present:
             self.accounting.ledgers[island.id].present_s += time_s - island.clock_s
             island.clock_s, island.uncommitted_tokens = time_s, pending_tokens(island.state)
@@ -266,7 +217,7 @@ class SimEngine(BaseSimEngine):
         peers.check_closed()
         self.accounting.ledgers[island.id].present_s += task.now_s - island.clock_s
         island.clock_s = task.now_s
-        island.uncommitted_tokens += island.devices.take_tokens() if island.devices else 0
+        island.uncommitted_tokens += island.devices.pop_tokens() if island.devices else 0
         island.state = state = owned(task.result)
         if collectives.committed and peers.rank not in collectives.left_out:
             mine = shared_fields(state)
@@ -283,7 +234,9 @@ class SimEngine(BaseSimEngine):
         """The fields that the heard islands agreed on become the shared fields of the run."""
         if self._agreed is None:
             return
-        self._check_finite()
+        slices = [fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()]
+        if not all_finite(trees([self._agreed, slices])):
+            raise TrainingDiverged(self.accounting.divergence) if self.accounting.divergence else diverged_weights(self.round)
         check_held_weights(self.algorithm, self.islands.values(), collectives)
         totals, skipped = self.accounting.totals, collectives.skipped
         totals.skipped_in_a_row = self.accounting.count_skipped(skipped, totals.skipped_in_a_row, self._sink)
@@ -292,18 +245,8 @@ class SimEngine(BaseSimEngine):
         totals.outer_steps += not skipped
         for island in (island for rank, island in enumerate(self.islands.values()) if rank not in collectives.left_out):
             island.version = totals.version
-            pending = pending_tokens(island.state)  # they belong to the next update
-            totals.tokens += 0 if skipped else island.uncommitted_tokens - pending
-            island.uncommitted_tokens = pending
-
-    def _check_finite(self) -> None:
-        slices = [fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()]
-        if not all_finite(trees([self._agreed, slices])):
-            raise TrainingDiverged(
-                self.accounting.divergence
-                or f"the global weights are no longer finite after round {self.round}, though every loss was. The run stops; "
-                f"checkpoints from before this round are valid. Lower the inner and outer learning rates, or set train.clip_norm."
-            )
+            tokens = island.commit_tokens()
+            totals.tokens += 0 if skipped else tokens
 
     def _end_round(self) -> None:
         totals, per_round = self.accounting.totals, self.algorithm.steps_per_round
@@ -328,55 +271,11 @@ class SimEngine(BaseSimEngine):
         steps = fmean(island.replica.steps_taken for island in self.islands.values())
         return Progress(phase="training", done=int(min(steps, self.steps)), total=self.steps)
 
-    # ----------------------------------------------------------------------------------------------- a PeerHost for the islands
-
-    def compute(self, member: SimMember, job: ComputeJob) -> Wait:
-        """A compute span of an island, or of one of its devices, which begins when it is awaited."""
-
-        def start(task: ClockTask) -> None:
-            island, device, work = member.id, member.device, job.work
-            ledger = self.accounting.ledger(island, device)
-            # Pieces of a batch share its jitter.
-            number = ledger.spans if work.pieces == 1 else f"batch {work.shard}.{work.start // work.pieces}"
-            jitter = self.cluster.jitter(island, number if device is None else f"{number}.{device}", job.batches, self._setup.seed)
-            ledger.spans += 1
-            seconds = job.batches * (self.cluster.step_time(island, self._setup.seed) * jitter)
-            self._pool.compute(job, task, seconds, partial(self._account, member))
-
-        return Wait(start)
-
-    def _account(self, member: SimMember, span: ComputeSpan) -> None:
-        self._sink.emit(self.accounting.computed(member.id, span, device=member.device))
-        member.uncommitted_tokens += span.tokens
-
-    def assign_work(self, island: int, steps: int, batches: int, pieces: int) -> Work:
-        schedule = self.accounting.totals.steps + self._assigned_steps[island]
-        self._assigned_steps[island] += steps
-        if self._intra is not None:  # its devices get data when they ask
-            readers = self._intra.readers(island)
-            return Work(shard=readers[0], start=0, schedule=schedule, examples=self.data.examples(readers), pieces=pieces)
-        return self._assign(island, batches, pieces, schedule)
-
-    def _assign(self, reader: int, batches: int, pieces: int, schedule: int) -> Work:
-        if not self._in_step:
-            return self.data.assign(reader, batches, pieces, schedule)
-        readers = [one for island in self.islands for one in (self._intra.readers(island) if self._intra else (island,))]
-        return self.data.assign_in_step(reader, batches, pieces, schedule, readers)
-
-    def catch_up(self, island: int, state: Any) -> Wait | None:
-        return self._cluster_state.catch_up(island, state)
-
-    def _make_island(self, island: int, params: Tree) -> tuple[LocalReplica, IslandDevices | None]:
-        if self._intra is None:
-            return self._new_replica(island), None
-        devices = IslandDevices(self._intra, island, params)
-        return devices.members[0].replica, devices
-
     # -------------------------------------------------------------------------------------------------------------- saving
 
     def parts(self) -> dict[str, Any]:
         """The parts of a checkpoint. Between two rounds only."""
-        engine = {**self.accounting.to_parts(), "batched_compute": self._pool.to_part(), "positions": self.data.to_parts()}
+        engine = {**self.accounting.to_parts(), "batched_compute": self._pool.to_part(), "positions": self._work.data.to_parts()}
         return self._cluster_state.parts(engine)
 
     def restore(self, load: Callable[[str, Any], Any]) -> None:
@@ -384,5 +283,5 @@ class SimEngine(BaseSimEngine):
         engine = load("engine", None)
         self.accounting.from_parts(engine)
         self._pool.from_part(engine["batched_compute"])
-        self.data.from_parts(engine["positions"])
+        self._work.data.from_parts(engine["positions"])
         self._cluster_state.restore(engine, load)

@@ -5,13 +5,11 @@ device runs under the same virtual clock, with its own model, optimizer slice an
 enter all devices by the algorithm's `rebase`; moments stay on their device.
 
 When an island loads weights, each device receives a slice over the slow link, and the devices gather the whole before training.
-Devices of one island always hear each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,38 +18,23 @@ import torch
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import memories, recycle
-from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Sink, Work, fields_owned
+from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned
 from atoll.core.shared_results import forget
-from atoll.engines.accounting import RunAccounting
-from atoll.engines.shared_and_sharded_state import (
-    adopt_shared,
-    donated,
-    owned,
-    pending_tokens,
-    shared_fields,
-    trees_to_device,
-    with_shared,
-)
+from atoll.engines.shared_and_sharded_state import adopt_shared, donated, owned, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
+from atoll.engines.simulator.member_work import MemberWork, SimMember
 from atoll.engines.simulator.peers import SimPeers, SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.flat_parameters import FlatModule
-from atoll.replica.local_replica import ComputeJob, LocalReplica
-from atoll.runs.cluster import Cluster
+from atoll.replica.local_replica import LocalReplica
 from atoll.runs.run import with_rate_at
 
 
-@dataclass
-class SimMember:
-    """An island, or a device of an island."""
-
-    id: int  # of the island
-    replica: LocalReplica
-    state: Any
-    clock_s: float = 0.0
-    uncommitted_tokens: int = 0
-    device: int | None = None
+def whole_params(shared: Mapping[str, Any], members: Iterable[SimMember]) -> Tree:
+    """The weights in these shared fields. If they are sharded, they are joined from the States of all members in rank order."""
+    params: Tree = shared["params"] if "params" in shared else Tree.join([member.state.params for member in members])
+    return params
 
 
 def held_weights(algorithm: HoldsWeights, members: Iterable[SimMember]) -> Tree:
@@ -74,19 +57,19 @@ def check_held_weights(algorithm: Any, members: Collection[SimMember], collectiv
     differing = _differing(held_weights(algorithm, members), [member.replica for member in members])
     if any(differing):
         raise ExchangeFailed(
-            f"after round {collectives.accounting.totals.round} {collectives.name(differing.index(True))} holds other weights than "
-            f"the joined slices of all members. An algorithm that has `held` must load what it gathered into the replica before a "
-            f"round ends."
+            f"after round {collectives.round} {collectives.name(differing.index(True))} holds other weights than the joined slices "
+            f"of all members. An algorithm that has `held` must load what it gathered into the replica before a round ends."
         )
 
 
 def _differing(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
     """Which replicas hold other weights than these. The host reads the answer for all replicas from the GPU at once."""
-    flat = all(isinstance(replica.weights, FlatModule) for replica in replicas)  # others would lend a copy
-    lent = [replica.weights.borrowed() for replica in replicas if flat and whole.flat.device.type != "cpu"]
-    if not lent or any(weights.layout != whole.layout for weights in lent):
+    on_gpu = whole.flat.device.type != "cpu"
+    flat = on_gpu and all(isinstance(replica.weights, FlatModule) for replica in replicas)  # others have no flat buffer to borrow
+    borrowed = [replica.weights.borrowed() for replica in replicas if flat]
+    if not borrowed or any(weights.layout != whole.layout for weights in borrowed):
         return [not replica.weights.equals(whole) for replica in replicas]
-    found: list[bool] = torch.stack([(one.flat != whole.flat.to(one.flat.dtype)).any() for one in lent]).tolist()
+    found: list[bool] = torch.stack([(one.flat != whole.flat.to(one.flat.dtype)).any() for one in borrowed]).tolist()
     return found
 
 
@@ -95,43 +78,26 @@ def unshared_fields(state: Any) -> dict[str, Any]:
     return {**fields_owned(state, Owner.OWN), **fields_owned(state, Owner.SHARDED)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class IntraIsland:
-    """What the devices of all islands have in common. Device j of island i is reader i * devices + j."""
-
-    algorithm: Algorithm[Any]
-    cluster: Cluster
-    accounting: RunAccounting
-    sink: Sink
-    make_replica: Callable[[int], LocalReplica]  # of a reader
-    compute: Callable[[SimMember, ComputeJob], Wait]
-    assign: Callable[[int, int, int, int], Work]  # by reader, batches, pieces and schedule position
-
-    def readers(self, island: int) -> range:
-        count = self.cluster.devices_per_island
-        return range(island * count, (island + 1) * count)
-
-
 class IslandDevices(TrainingOnlyReplica):
-    """The devices of one island, beginning with the weights `params`. To the inter-island algorithm, a protocols.Replica."""
+    """The devices of one island, which run this algorithm between them and begin with the weights `params`. To the inter-island
+    algorithm, a protocols.Replica."""
 
-    def __init__(self, intra: IntraIsland, island: int, params: Tree) -> None:
-        self._intra, self._island = intra, island
+    def __init__(self, work: MemberWork, algorithm: Algorithm[Any], island: int, params: Tree) -> None:
+        self._work, self._algorithm, self._island = work, algorithm, island
         self.clock = VirtualClock()  # of the present round between islands
-        self._collectives = self._new_collectives()
-        self._schedule = 0
+        self.collectives = self._new_collectives()  # of the present round inside
         self._must_gather = False  # whether each device has only its slice of the weights that were loaded last
         self._dtype = params.flat.dtype  # of loaded weights, and so of `params()`
         self._committed_tokens = 0
         self._skipped_in_a_row = 0
         mine = params.copy()  # States reuse their buffers; the caller keeps its own
         self.members = [
-            SimMember(island, intra.make_replica(reader), intra.algorithm.init(mine, self._peers(rank)), device=rank)
-            for rank, reader in enumerate(intra.readers(island))
+            SimMember(island, work.new_replica(reader), algorithm.init(mine, SimPeers(self.collectives, rank)), device=rank)
+            for rank, reader in enumerate(work.readers(island))
         ]
         for device in self.members:
             device.state = adopt_shared("a device", device.state, shared_fields(self.members[0].state))
-        load_held_weights(intra.algorithm, self.members)
+        load_held_weights(algorithm, self.members)
 
     # --------------------------------------------------------------------------------- a Replica for the inter-island algorithm
 
@@ -140,41 +106,31 @@ class IslandDevices(TrainingOnlyReplica):
         self._dtype = params.flat.dtype
         if self.params().same_bits(params):
             return
-        algorithm: Any = self._intra.algorithm
+        algorithm: Any = self._algorithm
         whole, before, count = params.copy(), [device.state for device in self.members], len(self.members)
         for rank, device in enumerate(self.members):
             mine = whole.shard(rank, count) if isinstance(algorithm, HoldsWeights) else whole
-            device.state = algorithm.rebase(device.state, mine, self._peers(rank))
-            self._intra.accounting.totals.dropped_tokens += device.uncommitted_tokens - pending_tokens(device.state)
-            device.uncommitted_tokens = pending_tokens(device.state)
+            device.state = algorithm.rebase(device.state, mine, SimPeers(self.collectives, rank))
+            self._work.accounting.totals.dropped_tokens += device.commit_tokens()
         recycle([whole, *before], [device.state for device in self.members])
         load_held_weights(algorithm, self.members)
         self._must_gather = True
 
     def params(self) -> Tree:
         """The island's weights, borrowed."""
-        first = self.members[0].state
-        if "params" in shared_fields(first):
-            whole: Tree = first.params
-        else:
-            whole = Tree.join([device.state.params for device in self.members])
-        return whole.cast(self._dtype).borrow()
+        return whole_params(shared_fields(self.members[0].state), self.members).cast(self._dtype).borrow()
 
     async def train(self, steps: int, work: Work) -> None:
         """Devices get their own data positions; of `work` only the schedule position counts."""
         await Wait(self._begin)
-        for step in range(0, steps, self._intra.algorithm.steps_per_round):
+        for step in range(0, steps, self._algorithm.steps_per_round):
             await Wait(partial(self._start_round, work.schedule + step))
-        check_held_weights(self._intra.algorithm, self.members, self._collectives)
+        check_held_weights(self._algorithm, self.members, self.collectives)
 
-    def take_tokens(self) -> int:
+    def pop_tokens(self) -> int:
         """Tokens of the devices' updates since the last call."""
         tokens, self._committed_tokens = self._committed_tokens, 0
         return tokens
-
-    def waiting(self) -> list[str]:
-        """Which devices wait in which collective, in words."""
-        return self._collectives.waiting()
 
     # ----------------------------------------------------------------------------------------------------------- a round
 
@@ -182,9 +138,9 @@ class IslandDevices(TrainingOnlyReplica):
         """Gathers loaded weights on all devices."""
         start_s = end_s = task.now_s
         if self._must_gather and len(self.members) > 1:
-            algorithm = self._intra.algorithm
+            algorithm = self._algorithm
             whole = held_weights(algorithm, self.members) if isinstance(algorithm, HoldsWeights) else self.params()
-            end_s = self._new_collectives().gather_weights(whole, start_s)
+            end_s = self.collectives.gather_weights(whole, start_s)
         self._must_gather = False
         for device in self.members:
             device.clock_s = end_s
@@ -192,8 +148,8 @@ class IslandDevices(TrainingOnlyReplica):
 
     def _start_round(self, schedule: int, task: ClockTask) -> None:
         """Starts a round of the intra-island algorithm at this schedule position. `task` resumes when the last device is done."""
-        self._collectives, self._schedule = self._new_collectives(), schedule
-        algorithm = with_rate_at(self._intra.algorithm, schedule)
+        self.collectives = self._new_collectives()
+        algorithm = with_rate_at(self._algorithm, schedule)
         before, running = [device.state for device in self.members], set(range(len(self.members)))
 
         def leave(rank: int, peers: SimPeers, over: ClockTask) -> None:
@@ -206,49 +162,28 @@ class IslandDevices(TrainingOnlyReplica):
                 task.resume_at(max(device.clock_s for device in self.members), lambda: None)
 
         for rank, device in enumerate(self.members):
-            peers = self._peers(rank, self.clock)
-            replica = SimReplica(device.replica, partial(self._intra.compute, device))
+            peers = SimPeers(self.collectives, rank, self.clock, schedule)
+            replica = SimReplica(device.replica, partial(self._work.compute, device))
             # Devices always hear each other, so no round inside has to be repeated.
             coroutine = algorithm.round(donated(device.state), replica, peers)
-            self.clock.spawn(self._collectives.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
-        self._collectives.kept = memories(before)
+            self.clock.spawn(self.collectives.name(rank), coroutine, device.clock_s, partial(leave, rank, peers))
+        self.collectives.kept = memories(before)
 
     def _end_round(self, before: Sequence[Any]) -> None:
         """All devices must have equal shared fields, and hold the same objects from now on."""
-        accounting = self._intra.accounting
-        skipped, after = self._collectives.skipped, [device.state for device in self.members]
+        accounting = self._work.accounting
+        skipped, after = self.collectives.skipped, [device.state for device in self.members]
         accounting.totals.local_updates += len(self.members)
         for rank, device in enumerate(self.members):
-            device.state = adopt_shared(self._collectives.name(rank), device.state, shared_fields(after[0]))
-            pending = pending_tokens(device.state)  # they belong to the next update
-            self._committed_tokens += 0 if skipped else device.uncommitted_tokens - pending
-            device.uncommitted_tokens = pending
-        recycle([*before, *after, *self._collectives.results], [device.state for device in self.members])
+            device.state = adopt_shared(self.collectives.name(rank), device.state, shared_fields(after[0]))
+            tokens = device.commit_tokens()
+            self._committed_tokens += 0 if skipped else tokens
+        recycle([*before, *after, *self.collectives.results], [device.state for device in self.members])
         forget()  # a round between islands has many rounds inside
-        self._skipped_in_a_row = accounting.count_skipped(skipped, self._skipped_in_a_row, self._intra.sink)
-
-    def _peers(self, rank: int, clock: VirtualClock | None = None) -> SimPeers:
-        return SimPeers(self, self._collectives, rank, clock)
+        self._skipped_in_a_row = accounting.count_skipped(skipped, self._skipped_in_a_row, self._work.sink)
 
     def _new_collectives(self) -> SimCollectives:
-        cluster, count = self._intra.cluster, self._intra.cluster.devices_per_island
-        return SimCollectives(
-            islands=range(count),
-            heard=[True] * count,
-            links=[cluster.inside] * count,
-            topology="ring",
-            accounting=self._intra.accounting,
-            sink=self._intra.sink,
-            inside=self._island,
-        )
-
-    # ----------------------------------------------------------------------------------------------- a PeerHost for devices
-
-    def assign_work(self, device: int, steps: int, batches: int, pieces: int) -> Work:
-        return self._intra.assign(self._intra.readers(self._island)[device], batches, pieces, self._schedule)
-
-    def catch_up(self, device: int, state: Any) -> None:
-        return None
+        return SimCollectives(self._work, range(self._work.devices), inside=self._island)
 
     # -------------------------------------------------------------------------------------------------------------- saving
 
@@ -270,4 +205,4 @@ class IslandDevices(TrainingOnlyReplica):
             device.state = with_shared(device.state, {**parts["shared"], **unshared})
             device.replica.restore(part["replica"])
             device.uncommitted_tokens = part["uncommitted_tokens"]
-        load_held_weights(self._intra.algorithm, self.members)
+        load_held_weights(self._algorithm, self.members)

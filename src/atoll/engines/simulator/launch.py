@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 from atoll.core.events import Arranged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Sink, Workload
-from atoll.engines.run_lifecycle import Driver, Prepared, Result, RunRequest
+from atoll.engines.checkpoints import Checkpoint
+from atoll.engines.run_lifecycle import Driver, Result, RunRequest
 from atoll.engines.simulator.async_engine import AsyncSimEngine
 from atoll.engines.simulator.batched_compute import BatchedCompute
-from atoll.engines.simulator.engine import SimEngine, SimSetup
-from atoll.engines.simulator.spec import Simulator
-from atoll.engines.spec import refuse_torchrun
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.engines.training_setup import loss_of, replica_of
+from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run import Run, device_of, precision_notice
 
 
-def start(request: RunRequest) -> Result:
-    refuse_torchrun(Simulator())
+def start(request: RunRequest) -> Result | None:
     with request.open() as task:
         if task.finished:
             return task.reopen()
         if notice := precision_notice(task.run):
             task.log(notice)
-        result = SimulatorDriver(task).carry_out()
-        assert result is not None
-        return result
+        return SimulatorDriver(task).carry_out()
 
 
-class SimulatorDriver(Driver):
+class SimulatorDriver(Driver[SimEngine | AsyncSimEngine]):
     """Carries out a simulated run."""
 
-    def build(self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink) -> SimEngine | AsyncSimEngine:
+    def open_engine(
+        self, prepared: Prepared, evaluator: Evaluator | None, sink: Sink
+    ) -> AbstractContextManager[SimEngine | AsyncSimEngine]:
         assert evaluator is not None
-        return engine_of(self.run, prepared.workload, prepared.warm_start.params, evaluator, sink)
+        return nullcontext(engine_of(self.run, prepared.workload, prepared.warm_start.params, evaluator, sink))
+
+    def restore(self, engine: SimEngine | AsyncSimEngine, checkpoint: Checkpoint) -> None:
+        engine.restore(lambda part, like: self.checkpoints.load(checkpoint, part, like))
+
+    def write_checkpoint(self, engine: SimEngine | AsyncSimEngine, metadata: Mapping[str, Any]) -> None:
+        self.checkpoints.save(engine.round, engine.parts(), metadata)
 
 
 def engine_of(run: Run, workload: Workload, params: Tree, evaluator: Evaluator, sink: Sink) -> SimEngine | AsyncSimEngine:

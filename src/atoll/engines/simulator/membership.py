@@ -3,22 +3,21 @@ commit gets them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from atoll.core.events import CaughtUp, IslandJoined, IslandLeft, Recut
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import tree_bytes
-from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Sink, fields_owned
-from atoll.engines.accounting import RunAccounting
+from atoll.core.protocols import Algorithm, HoldsWeights, Owner, fields_owned
 from atoll.engines.shared_and_sharded_state import adopt_shared, reshard, reshard_bytes, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
-from atoll.engines.simulator.intra_island import IslandDevices, SimMember, held_weights, load_held_weights, unshared_fields
-from atoll.engines.simulator.peers import PeerHost, SimPeers
+from atoll.engines.simulator.intra_island import IslandDevices, held_weights, load_held_weights, unshared_fields, whole_params
+from atoll.engines.simulator.member_work import MemberWork, SimMember
+from atoll.engines.simulator.peers import SimPeers
 from atoll.engines.simulator.virtual_clock import ClockTask, Wait
-from atoll.replica.local_replica import LocalReplica
-from atoll.runs.cluster import Cluster, transfer_s
+from atoll.runs.cluster import transfer_s
 
 
 @dataclass(kw_only=True)
@@ -31,52 +30,24 @@ class IslandState(SimMember):
 
 
 class ClusterState:
-    """The islands that are present, in rank order, and the newest shared fields. `make_replica` makes an island's replica with a
-    fresh optimizer, and its devices if they have an algorithm of their own."""
+    """The islands that are present, in rank order, and the newest shared fields. The run has so many rounds, and `inside` is the
+    algorithm between the devices of an island, if there is one."""
 
-    def __init__(
-        self,
-        host: PeerHost,
-        make_replica: Callable[[int, Tree], tuple[LocalReplica, IslandDevices | None]],
-        algorithm: Algorithm[Any],
-        cluster: Cluster,
-        seed: int,
-        rounds: int,
-        accounting: RunAccounting,
-        sink: Sink,
-    ) -> None:
-        self._algorithm, self._cluster, self._seed, self._rounds = algorithm, cluster, seed, rounds
-        self._accounting, self._sink, self._host, self._make_replica = accounting, sink, host, make_replica
+    def __init__(self, work: MemberWork, algorithm: Algorithm[Any], inside: Algorithm[Any] | None, rounds: int) -> None:
+        self._work, self._algorithm, self._inside, self._rounds = work, algorithm, inside, rounds
+        self._cluster, self._accounting, self._sink = work.cluster, work.accounting, work.sink
         self.islands: dict[int, IslandState] = {}
         self.shared: dict[str, Any] = {}
         self._latest_s = 0.0
 
     @property
     def params(self) -> Tree:
-        """The global weights, joined from slices if they are sharded."""
-        if "params" not in self.shared:
-            return Tree.join([island.state.params for island in self.islands.values()])
-        params: Tree = self.shared["params"]
-        return params
+        """The global weights."""
+        return whole_params(self.shared, self.islands.values())
 
     @property
     def virtual_time_s(self) -> float:
         return max(self._latest_s, *(island.clock_s for island in self.islands.values()))
-
-    def new_collectives(self, present: Sequence[int]) -> SimCollectives:
-        """The exchanges of a round of these islands."""
-        return SimCollectives(
-            islands=present,
-            heard=[self._is_heard(island, present) for island in present],
-            links=[self._cluster.link_of(island) for island in present],
-            topology=self._cluster.topology,
-            accounting=self._accounting,
-            sink=self._sink,
-        )
-
-    def _is_heard(self, island: int, present: Collection[int]) -> bool:
-        """Whether the messages of this island arrive in this round. A single island sends none, so none can be lost."""
-        return len(present) == 1 or self._cluster.delivers(island, self._accounting.totals.round, self._seed)
 
     # -------------------------------------------------------------------------------------------------- joining and leaving
 
@@ -86,7 +57,8 @@ class ClusterState:
         for rank, island in enumerate(present):
             state = self._fresh_state(params, present, rank)
             self.shared = self.shared or shared_fields(state)
-            self._add(island, adopt_shared(f"island {island}", state, self.shared), 0.0, params)
+            state = adopt_shared(f"island {island}", state, self.shared)
+            self.islands[island] = self._new_island(island, state, 0.0, params)
         load_held_weights(self._algorithm, self.islands.values())
 
     def update_membership(self) -> None:
@@ -114,19 +86,21 @@ class ClusterState:
             )
             # A fresh State provides the joiner's own fields. The shared ones come from the donor.
             fresh = self._fresh_state(params, present, present.index(new))
-            self._add(new, with_shared(fresh, self.shared), begin_s, params)
+            self.islands[new] = self._new_island(new, with_shared(fresh, self.shared), begin_s, params)
         self.islands = {island: self.islands[island] for island in present}
         if any(before.values()):
             self._reshard(before)
             load_held_weights(self._algorithm, self.islands.values())
 
     def _fresh_state(self, params: Tree, present: Sequence[int], rank: int) -> Any:
-        return self._algorithm.init(params, SimPeers(self._host, self.new_collectives(present), rank))
+        return self._algorithm.init(params, SimPeers(SimCollectives(self._work, present), rank))
 
-    def _add(self, island: int, state: Any, begin_s: float, params: Tree) -> None:
-        replica, devices = self._make_replica(island, params)
+    def _new_island(self, island: int, state: Any, begin_s: float, params: Tree) -> IslandState:
+        """With fresh optimizers. Devices that have an algorithm of their own begin with `params`."""
+        devices = None if self._inside is None else IslandDevices(self._work, self._inside, island, params)
+        replica = devices.members[0].replica if devices else self._work.new_replica(island)
         version = self._accounting.totals.version
-        self.islands[island] = IslandState(island, replica, state, begin_s, version=version, uplink_free_s=begin_s, devices=devices)
+        return IslandState(island, replica, state, begin_s, version=version, uplink_free_s=begin_s, devices=devices)
 
     def _reshard(self, before: Mapping[int, dict[str, Any]]) -> None:
         """Cuts sharded fields for the islands that are present now. `before` has the slices by island, in the order of the old
@@ -147,20 +121,21 @@ class ClusterState:
 
     # --------------------------------------------------------------------------------------------------------- catching up
 
-    def catch_up(self, island: int, state: Any) -> Wait | None:
+    def catch_up(self, island: IslandState, state: Any) -> Wait | None:
         """Fetches the shared fields for an island that missed a commit. None if it missed none, or cannot be reached."""
-        me = self.islands[island]
-        if me.version == self._accounting.totals.version or not self._is_heard(island, self.islands):
+        if island.version == self._accounting.totals.version or not self._work.delivers(island.id, self.islands):
             return None
 
         def start(task: ClockTask) -> None:
             start_s, number = task.now_s, self._accounting.totals.round
-            donor, sent_bytes, end_s = self._transfer(island, start_s, tree_bytes(self.shared))
-            self._sink.emit(CaughtUp(island=island, donor=donor, round=number, start_s=start_s, end_s=end_s, sent_bytes=sent_bytes))
+            donor, sent_bytes, end_s = self._transfer(island.id, start_s, tree_bytes(self.shared))
+            self._sink.emit(
+                CaughtUp(island=island.id, donor=donor, round=number, start_s=start_s, end_s=end_s, sent_bytes=sent_bytes)
+            )
             task.resume_at(end_s, arrive)
 
         def arrive() -> Any:
-            me.version = self._accounting.totals.version  # it can serve others from now on
+            island.version = self._accounting.totals.version  # it can serve others from now on
             return with_shared(state, self.shared)
 
         return Wait(start)
@@ -171,7 +146,7 @@ class ClusterState:
         if not donors:  # the last island with this version has left; the simulator has its fields, and no link carried them
             return None, 0, start_s
         # An island whose messages are lost in this round serves others only if no other donor is there.
-        donor = min(donors, key=lambda d: (not self._is_heard(d.id, self.islands), d.uplink_free_s, d.id))
+        donor = min(donors, key=lambda d: (not self._work.delivers(d.id, self.islands), d.uplink_free_s, d.id))
         begin_s = max(start_s, donor.uplink_free_s)
         donor.uplink_free_s = begin_s + transfer_s(num_bytes, self._cluster.link_of(donor.id), self._cluster.link_of(island))
         self._accounting.ledgers[donor.id].sent_bytes += num_bytes
@@ -201,23 +176,20 @@ class ClusterState:
     def restore(self, engine: dict[str, Any], load: Callable[[str, Any], Any]) -> None:
         """Restores a checkpoint with this part of the engine. `load(part, like)` returns another part, with the types of `like`."""
         self._latest_s = engine["latest_s"]
-        fresh, params = self.islands, self.params
+        fresh, params, self.islands = self.islands, self.params, {}
         self.shared = load("shared", self.shared)
-        self.islands = {}
         for rank, number in enumerate(engine["present"]):
             template = self._fresh_state(params, engine["present"], rank)
-            known = fresh.get(number)
-            replica, devices = (known.replica, known.devices) if known else self._make_replica(number, params)
+            island = self.islands[number] = fresh.get(number) or self._new_island(number, template, 0.0, params)
+            devices = island.devices
             like = {"shared": self.shared, "unshared": unshared_fields(template), "devices": devices.parts() if devices else None}
             part = load(f"island-{number}", like)
             if devices is None:
-                replica.restore(part["replica"])
+                island.replica.restore(part["replica"])
             else:
                 devices.restore(part["devices"])
-            unshared = trees_to_device(part["unshared"], replica.device)
-            state = with_shared(template, {**(part["shared"] or self.shared), **unshared})
-            clock_s, tokens, version = part["clock_s"], part["uncommitted_tokens"], part["version"]
-            self.islands[number] = IslandState(
-                number, replica, state, clock_s, tokens, version=version, uplink_free_s=clock_s, devices=devices
-            )
+            unshared = trees_to_device(part["unshared"], island.replica.device)
+            island.state = with_shared(template, {**(part["shared"] or self.shared), **unshared})
+            island.clock_s = island.uplink_free_s = part["clock_s"]
+            island.uncommitted_tokens, island.version = part["uncommitted_tokens"], part["version"]
         load_held_weights(self._algorithm, self.islands.values())

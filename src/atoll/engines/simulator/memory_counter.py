@@ -69,13 +69,13 @@ class MemoryCounter:
         add_storages(base, island.state, STATE, island.named)
         _add_locals(base, task, island.named)
         for flight in (*island.noted, self._flight_storages(island)):
-            self._compare(island, {**flight, **base})
+            island.peak = max(island.peak, {**flight, **base}, key=total_bytes)
         island.noted.clear()
         if value is not None:
             if island.flight is not None and value is island.flight.result:
                 island.flight = None
             add_storages(base, value, "communication", island.named)
-            self._compare(island, {**self._flight_storages(island), **base})
+            island.peak = max(island.peak, {**self._flight_storages(island), **base}, key=total_bytes)
 
     def _flight_storages(self, island: _CountedIsland, value: Any = None) -> Storages:
         """What the flight holds now, with the value that it resumes with."""
@@ -85,10 +85,6 @@ class MemoryCounter:
             add_storages(storages, island.flight.result, "communication", island.named)
             add_storages(storages, value, "communication", island.named)
         return storages
-
-    def _compare(self, island: _CountedIsland, storages: Storages) -> None:
-        if total_bytes(storages) > total_bytes(island.peak):
-            island.peak = storages
 
     def events(self, algorithm: Any, round: int) -> Iterator[MemoryCounted]:
         """The peak of each island."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,14 +18,6 @@ from atoll.replica.local_replica import ComputeJob, GradientJob, LocalReplica, T
 S = TypeVar("S")
 T = TypeVar("T")
 _NOTHING = Tree.of({})
-
-
-class PeerHost(Protocol):
-    """Serves the members of a round: islands, or the devices of one island."""
-
-    def assign_work(self, member: int, steps: int, batches: int, pieces: int) -> Work: ...
-
-    def catch_up(self, member: int, state: Any) -> Wait | None: ...
 
 
 class SimReplica:
@@ -87,28 +79,28 @@ class SimFlight:
 
 
 class SimPeers:
-    """The members of one round, seen from one of them. A protocols.Peers. Without a clock it exchanges nothing."""
+    """The members of one round, seen from one of them. A protocols.Peers. Without a clock it exchanges nothing. Its first work has
+    this schedule position; `catch_up` fetches shared fields that it missed, or returns None."""
 
-    def __init__(self, host: PeerHost, collectives: SimCollectives, rank: int, clock: VirtualClock | None = None) -> None:
-        self._host, self._collectives, self._rank, self._clock = host, collectives, rank, clock
+    def __init__(
+        self,
+        collectives: SimCollectives,
+        rank: int,
+        clock: VirtualClock | None = None,
+        schedule: int = 0,
+        catch_up: Callable[[Any], Wait | None] = lambda state: None,
+    ) -> None:
+        self.rank, self.size, self._name = rank, len(collectives.members), collectives.name(rank)
+        self._collectives, self._clock, self._schedule, self._catch_up = collectives, clock, schedule, catch_up
         self._calls = itertools.count()
         self._flight: SimFlight | None = None
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return len(self._collectives.islands)
-
-    @property
-    def _name(self) -> str:
-        return self._collectives.name(self._rank)
-
     def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
-        member = self._collectives.islands[self._rank]
-        return self._host.assign_work(member, steps, steps if batches is None else batches, pieces)
+        member, inside, schedule = self._collectives.members[self.rank], self._collectives.inside, self._schedule
+        island, device = (member, None) if inside is None else (inside, member)
+        if device is None:  # a round inside has one position
+            self._schedule += steps
+        return self._collectives.work.assign(island, device, steps if batches is None else batches, pieces, schedule)
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
         mean: Mean = await self._exchange("mean", tree, weight, compare)
@@ -130,7 +122,7 @@ class SimPeers:
         return total
 
     async def catch_up(self, state: S) -> S:
-        wait = self._host.catch_up(self._collectives.islands[self._rank], state)
+        wait = self._catch_up(state)
         return state if wait is None else await wait
 
     def background(self, coroutine: Coroutine[Any, Any, T], /) -> SimFlight:
@@ -151,8 +143,7 @@ class SimPeers:
         """Called when the member leaves the round."""
         if self.has_flight:
             raise ExchangeFailed(
-                f"{self._name} leaves round {self._collectives.accounting.totals.round} with a background exchange open. Await it "
-                f"within the round."
+                f"{self._name} leaves round {self._collectives.round} with a background exchange open. Await it within the round."
             )
 
     def _exchange(self, what: str, tree: Tree, weight: float = 1.0, option: bool = False) -> Wait:
@@ -164,6 +155,6 @@ class SimPeers:
                     f"{self._name} calls {what} while its background exchange is open: the two would overtake each other. Await "
                     f"the background exchange first, or exchange within it."
                 )
-            self._collectives.contribute(call, what, Contribution(self._rank, task, tree, weight), option)
+            self._collectives.contribute(call, what, Contribution(self.rank, task, tree, weight), option)
 
         return Wait(start)

@@ -13,6 +13,9 @@ class Simulator:
     """Simulate the run's cluster in this process. The cluster itself is part of the Run: `cluster.*`."""
 
     name: ClassVar[str] = "simulator"
+    resizable: ClassVar[bool] = False
+    stops_processes: ClassVar[bool] = False
+    runs_on_ranks: ClassVar[bool] = False
 
     def fitted(self, run: Run) -> Run:
         return run

@@ -17,9 +17,8 @@ from atoll.engines.spec import EngineSpec
 from atoll.runs.run import Run
 from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, LIGHTHOUSE, FaultScript
-from atoll.testing.chaos.ray_faults import RayFaultInjector, check_ray_script
+from atoll.testing.chaos.ray_faults import check_ray_script, inject_ray_faults
 from atoll.testing.chaos.reports import ElasticReport, HubReport, elastic_report, hub_report
-from atoll.testing.chaos.update_faults import faulty_island_command
 from atoll.testing.namespaces import NetworkNamespace, ShapedLink, inside_namespace, star_network, unavailable_reason
 
 
@@ -45,14 +44,13 @@ class RunFaults:
             )
 
     @contextmanager
-    def attach(self, task: RunTask) -> Iterator[ProcessHooks | RayFaultInjector]:
+    def attach(self, task: RunTask) -> Iterator[ProcessHooks | FaultInjector]:
         """Inject the faults while the context is open, and revert them at its end."""
         folder, spec = task.folder.path, task.spec
-        if not isinstance(spec, Elastic):
-            with RayFaultInjector(self.script, folder) as injector:
-                yield injector
-            return
         with ExitStack() as stack:
+            if not isinstance(spec, Elastic):
+                yield stack.enter_context(inject_ray_faults(self.script, folder))
+                return
             namespaces: NamespacesOfProcesses = {}
             if self.script.links:
                 namespaces = stack.enter_context(star_network(_processes(task.run, spec)))
@@ -92,7 +90,7 @@ class FaultHooks(ProcessHooks):
 
     def command(self, name: str, command: Sequence[str]) -> Sequence[str]:
         if self._update_faults is not None and name != LIGHTHOUSE:
-            command = faulty_island_command(command, self._update_faults)
+            command = [*command, "--faults", str(self._update_faults)]
         return self._namespaces[name][0].inside(command) if self._namespaces else command
 
     def step(self, now_s: float, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:

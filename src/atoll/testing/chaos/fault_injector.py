@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.core.events import Arrived, Attended, Event
-from atoll.testing.chaos.faults import Cut, Fault, FaultScript, Freeze, FullDisk, Kill, Slow, fault_record
+from atoll.testing.chaos.faults import Cut, ExternalFault, FaultScript, Freeze, FullDisk, Kill, Slow, fault_record
 from atoll.testing.namespaces import ShapedLink
 
 
@@ -77,7 +77,7 @@ class FaultInjector:
         while self._active:
             self._revert(*heapq.heappop(self._active)[2:])
 
-    def _inject(self, fault: Fault, processes: Mapping[str, TargetProcess]) -> None:
+    def _inject(self, fault: ExternalFault, processes: Mapping[str, TargetProcess]) -> None:
         if isinstance(fault, Cut | Slow):
             self._log("injected", fault_record(fault))
             link = self._links[fault.link]

@@ -72,7 +72,7 @@ class Slow(_ValidatedFields):
     for_s: float
 
 
-Fault = Kill | Freeze | FullDisk | Cut | Slow
+ExternalFault = Kill | Freeze | FullDisk | Cut | Slow
 """A fault that is injected into a process or a link from outside."""
 _FAULTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
 
@@ -82,7 +82,7 @@ class TimedFault(_ValidatedFields):
     """A fault and its time, in seconds after the run's first commit (of a run on Ray: first arrived update)."""
 
     at_s: float
-    fault: Fault
+    fault: ExternalFault
 
 
 UpdateFaultKind = Literal["corrupt_delta", "corrupt_mean", "corrupt_weight", "kill_in_delta", "kill_in_mean", "nan", "huge"]
@@ -155,7 +155,7 @@ class FaultScript:
             ) from error
 
 
-def fault_record(fault: Fault) -> dict[str, Any]:
+def fault_record(fault: ExternalFault) -> dict[str, Any]:
     """As in a script and in the chaos log."""
     return {"fault": type(fault).__name__, **asdict(fault)}
 
@@ -184,13 +184,12 @@ def random_faults(
     links: Sequence[str] = (),
     every_s: float,
     until_s: float,
-    kinds: Sequence[type[Fault]] = (Kill,),
+    kinds: Sequence[type[ExternalFault]] = (Kill,),
     for_s: float = 5.0,
-    file_bytes: int = 1,
-    mbit_per_s: float = 1.0,
 ) -> tuple[TimedFault, ...]:
     """Draws one fault for each multiple of `every_s` below `until_s`, uniformly from `kinds` and from the names of processes in
-    `victims` or of links in `links`. The same seed draws the same faults. Every fault but Kill lasts `for_s` seconds."""
+    `victims` or of links in `links`. The same seed draws the same faults. Every fault but Kill lasts `for_s` seconds; a
+    FullDisk allows files of 1 byte, and a Slow link 1 Mbit/s."""
     where = [links if kind in (Cut, Slow) else victims for kind in kinds]
     if not where or not all(where) or not every_s > 0:
         raise ConfigError(
@@ -199,11 +198,11 @@ def random_faults(
         )
     random_state = random.Random(f"chaos {seed}")
 
-    def draw() -> Fault:
+    def draw() -> ExternalFault:
         victim, kind = random_state.choice(victims) if victims else "", random_state.choice(kinds)
         link = random_state.choice(links) if links else ""
-        values = {"victim": victim, "link": link, "for_s": for_s, "file_bytes": file_bytes, "mbit_per_s": mbit_per_s}
-        drawn: Fault = _FAULTS[kind.__name__](**{field.name: values[field.name] for field in fields(kind)})
+        values = {"victim": victim, "link": link, "for_s": for_s, "file_bytes": 1, "mbit_per_s": 1.0}
+        drawn: ExternalFault = _FAULTS[kind.__name__](**{field.name: values[field.name] for field in fields(kind)})
         return drawn
 
     times = [every_s * number for number in range(1, max(1, -int(-until_s // every_s)))]

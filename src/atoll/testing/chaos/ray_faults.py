@@ -9,13 +9,12 @@ import platform
 import re
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from atoll.core.errors import ConfigError
-from atoll.core.events import Event
 from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript
 
@@ -71,41 +70,33 @@ def check_ray_script(script: FaultScript, workers: int) -> None:
     script.check_names(names)
 
 
-class RayFaultInjector:
-    """Executes a fault script on a run on Ray in a thread while it is open, and then reverts all faults. As a Sink it starts the
-    script's clock at the first arrived update. Faults of processes on other machines are skipped, and logged as such."""
+@contextmanager
+def inject_ray_faults(script: FaultScript, folder: Path) -> Iterator[FaultInjector]:
+    """Injects the faults of a script into the run on Ray in this folder, in a thread, and reverts them at the end. The run's events
+    start the script's clock at the first arrived update. Faults of processes on other machines are skipped, and logged as such."""
+    injector, ended, errors = FaultInjector(script, folder / CHAOS_LOG), threading.Event(), list[Exception]()
 
-    def __init__(self, script: FaultScript, folder: Path) -> None:
-        self._injector, self._folder = FaultInjector(script, folder / CHAOS_LOG), folder
-        self._lock, self._closing = threading.Lock(), threading.Event()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._inject, name="chaos", daemon=True)
+    def step() -> None:
+        with suppress(ProcessLookupError):  # of a process that ended since poll()
+            injector.step(time.monotonic(), ray_processes(folder))
 
-    def emit(self, event: Event) -> None:
-        with self._lock:
-            self._injector.emit(event)
-
-    def _inject(self) -> None:
+    def step_until_the_end() -> None:
         try:
-            while not self._closing.wait(_POLL_S):
-                self._step()
+            while not ended.wait(_POLL_S):
+                step()
         except Exception as error:  # a hub must not stay frozen, since the driving process waits for it
-            self._error = error
+            errors.append(error)
             with suppress(OSError):  # the log may be what failed
-                self._injector.close()
+                injector.close()
 
-    def _step(self) -> None:
-        with self._lock, suppress(ProcessLookupError):  # of a process that ended since poll()
-            self._injector.step(time.monotonic(), ray_processes(self._folder))
-
-    def __enter__(self) -> RayFaultInjector:
-        self._step()  # sets the injector's clock before the first event
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._closing.set()
-        self._thread.join()
-        self._injector.close()
-        if self._error is not None and error is None:
-            raise self._error
+    step()  # sets the injector's clock before the first event
+    thread = threading.Thread(target=step_until_the_end, name="chaos", daemon=True)
+    thread.start()
+    try:
+        yield injector
+    finally:
+        ended.set()
+        thread.join()
+        injector.close()
+    if errors:
+        raise errors[0]

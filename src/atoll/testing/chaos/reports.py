@@ -9,27 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+from atoll.core import events as ev
 from atoll.core.errors import ConfigError
-from atoll.core.events import (
-    Arrived,
-    Attended,
-    Dispatched,
-    Evaluated,
-    Event,
-    HubRestarted,
-    IslandJoined,
-    IslandLeft,
-    Leased,
-    Refused,
-    Returned,
-    SaveFailed,
-)
-from atoll.telemetry.event_log import read_events
+from atoll.telemetry.async_summary import AsynchronySummary, read_asynchrony
+from atoll.telemetry.event_log import read_events, read_kind
+from atoll.telemetry.summary import ParticipationSummary, read_participation
 from atoll.testing.chaos.faults import CHAOS_LOG, LIGHTHOUSE
 
-E = TypeVar("E", bound=Event)
 _PROCESS_LINE = re.compile(r"^[\d:]{8} \S+ on .* process (?P<pid>\d+),")
 _COMMIT_LINE = re.compile(
     r"^[\d:]{8} committed round (?P<round>\d+) of epoch (?P<epoch>\d+) as (?P<digest>[0-9a-f]+), (?P<work>.*)$"
@@ -43,8 +31,6 @@ class _FaultReport:
 
     injected: Mapping[str, int]  # faults, by kind
     skipped: tuple[str, ...]  # faults, with the reasons
-    refused: int  # updates
-    not_saved: int  # checkpoints
     loss: float | None  # of the last evaluation
 
     def _fault_row(self) -> tuple[str, str]:
@@ -52,27 +38,21 @@ class _FaultReport:
         return "faults", kinds + (f"; skipped: {', '.join(self.skipped)}" if self.skipped else "")
 
 
-def _read_logs(folder: Path, kinds: Iterable[type[Event]]) -> tuple[list[Event], list[dict[str, Any]]]:
-    """The run's events of these kinds and of those in every report, and the lines of the chaos log."""
-    chaos = folder / CHAOS_LOG
-    actions = map(json.loads, chaos.read_text("utf-8").splitlines()) if chaos.exists() else ()
-    return list(read_events(folder / "events.jsonl", [*kinds, Evaluated, Refused, SaveFailed])), list(actions)
+def _read_actions(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the chaos log."""
+    log = folder / CHAOS_LOG
+    return list(map(json.loads, log.read_text("utf-8").splitlines())) if log.exists() else []
 
 
-def _common_fields(events: Sequence[Event], actions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _common_fields(folder: Path) -> dict[str, Any]:
+    actions = _read_actions(folder)
     skipped = [action["skipped"] for action in actions if "skipped" in action]
-    losses = [event.loss for event in _of(events, Evaluated)]
+    losses = [event.loss for event in read_kind(folder, ev.Evaluated)]
     return {
         "injected": dict(Counter(str(action["injected"]["fault"]) for action in actions if "injected" in action)),
         "skipped": tuple(f"{one['fault']} of {one['victim']} ({one['why']} on this machine)" for one in skipped),
-        "refused": len(_of(events, Refused)),
-        "not_saved": len(_of(events, SaveFailed)),
         "loss": losses[-1] if losses else None,
     }
-
-
-def _of(events: Iterable[Event], kind: type[E]) -> list[E]:
-    return [event for event in events if isinstance(event, kind)]
 
 
 def report_text(report: ElasticReport | HubReport) -> str:
@@ -91,17 +71,10 @@ class KillRecovery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticReport(_FaultReport):
-    """What the faults cost an elastic run. Numbers of islands are means over the commits."""
+class ElasticReport(ParticipationSummary, _FaultReport):
+    """What the faults cost an elastic run."""
 
-    commits: int
-    attempts: int  # that the commits took
-    known: float  # islands
-    alive: float
-    participating: float
-    participating_of_alive: float
-    delivered: int  # units of data in a commit
-    returned: int  # units that were leased in vain
+    participating_of_alive: float  # mean over commits
     data: tuple[str, ...]  # violations of "each unit of data is in exactly one commit"
     compared: int  # state digests in islands' own logs that were compared with the event log
     diverged: tuple[str, ...]  # islands with another state than the event log after a commit
@@ -119,17 +92,15 @@ class ElasticReport(_FaultReport):
         yield self._fault_row()
         tries = f"{self.commits} in {self.attempts} attempts ({100 * self.succeeded:.0f} % succeeded)"
         yield "commits", f"{tries}; {self.refused} deltas refused, {self.not_saved} checkpoints not saved"
-        present = f"{self.known:.2f} known, {self.alive:.2f} alive, {self.participating:.2f} participating on average"
+        present = f"{self.known} known, {self.alive:.2f} alive, {self.participating:.2f} participating on average"
         yield "islands", f"{present} ({self.participating_of_alive:.3f} of those alive)"
         data = "; ".join(self.data) or "each in exactly one commit"
         yield "data", f"{self.delivered} units delivered, {self.returned} leased again: {data}"
         yield "equal bits", f"{self.compared} digests of islands' own logs compared, {'; '.join(self.diverged) or 'none differs'}"
         if self.recoveries:
             commit_s, back_s = _seconds(r.commit_s for r in self.recoveries), _seconds(r.back_s for r in self.recoveries)
-            yield (
-                "recovery",
-                f"after a kill the other islands commit {commit_s}, and the killed island delivers work again {back_s}",
-            )
+            recovery = f"after a kill the other islands commit {commit_s}, and the killed island delivers work again {back_s}"
+            yield "recovery", recovery
 
 
 def _seconds(times: Iterable[float | None]) -> str:
@@ -149,31 +120,25 @@ class LoggedCommit(NamedTuple):
 
 def elastic_report(folder: Path, *, units: int | None = None) -> ElasticReport:
     """The report of the elastic run in this folder. `units` of data were to be delivered, if known."""
-    events, actions = _read_logs(folder, [Attended, Leased])
-    attended, leased = _of(events, Attended), _of(events, Leased)
-    if not attended:
+    participation = read_participation(folder)
+    if participation is None:
         raise ConfigError(f"{folder} has no commit of elastic islands, so there is nothing to report. Let it run longer.")
+    attended = read_kind(folder, ev.Attended)
     commits = {path.stem: list(logged_commits(path)) for path in sorted((folder / "logs").glob("*.log"))}
     compared, diverged, unseen = compare_digests(attended, commits)
     return ElasticReport(
-        commits=len(attended),
-        attempts=sum(event.attempts for event in attended),
-        known=fmean(event.known for event in attended),
-        alive=fmean(event.alive for event in attended),
-        participating=fmean(event.participating for event in attended),
         participating_of_alive=fmean(event.participating / event.alive for event in attended),
-        delivered=sum(len(event.delivered) for event in leased),
-        returned=sum(len(event.returned) for event in leased),
-        data=tuple(exactly_once_violations(leased, units=units)),
+        data=tuple(exactly_once_violations(read_kind(folder, ev.Leased), units=units)),
         compared=compared,
         diverged=diverged,
         unseen=unseen,
-        recoveries=tuple(kill_recoveries(actions, commits)),
-        **_common_fields(events, actions),
+        recoveries=tuple(kill_recoveries(_read_actions(folder), commits)),
+        **vars(participation),
+        **_common_fields(folder),
     )
 
 
-def exactly_once_violations(leased: Iterable[Leased], *, units: int | None = None) -> list[str]:
+def exactly_once_violations(leased: Iterable[ev.Leased], *, units: int | None = None) -> list[str]:
     """Units of data that are in two commits, or in none although later units of their shard are, and dropped units."""
     spans: dict[int, list[tuple[int, int, int]]] = {}
     dropped: list[str] = []
@@ -211,7 +176,7 @@ def logged_commits(path: Path) -> Iterator[LoggedCommit]:
 
 
 def compare_digests(
-    attended: Iterable[Attended], commits: Mapping[str, Iterable[LoggedCommit]]
+    attended: Iterable[ev.Attended], commits: Mapping[str, Iterable[LoggedCommit]]
 ) -> tuple[int, tuple[str, ...], int]:
     """The number of compared digests, the islands whose digest differs, and the number of commits that only an island's log has."""
     expected = {(event.round, event.epoch): event.digest for event in attended}
@@ -249,14 +214,10 @@ def kill_recoveries(actions: Sequence[Mapping[str, Any]], commits: Mapping[str, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubReport(_FaultReport):
+class HubReport(AsynchronySummary, _FaultReport):
     """What the faults cost a run with a hub."""
 
-    arrived: int  # updates that reached the hub
-    applied: int  # of them, those that moved its weights
-    local_updates: int  # inner steps in the arrived updates
     violations: tuple[str, ...]  # of "each update counts once"
-    returned: int  # rounds that ended without an update; the hub dispatched their data again
     left: int  # workers
     joined: int  # workers, after the start
     # Workers that left and joined at the same time: a restarted hub had lost the worker's last round, or another worker had taken
@@ -265,10 +226,12 @@ class HubReport(_FaultReport):
     restarts: int  # of the hub, in the log. A hub that dies before its first checkpoint leaves no entry
     lost_rounds: int  # updates that were lost with hubs, and computed again
     lost_local_updates: int  # their inner steps
+    not_saved: int  # checkpoints
 
     def rows(self) -> Iterator[tuple[str, str]]:
         yield self._fault_row()
-        updates = f"{self.arrived} arrived, {self.applied} of them applied, with {self.local_updates} local updates"
+        local_updates = sum(self.steps_per_shard.values())
+        updates = f"{self.arrivals} arrived, {self.applied} of them applied, with {local_updates} local updates"
         once = "; ".join(self.violations) or "none twice"
         yield "updates", f"{updates}: {once}; {self.refused} refused, {self.returned} rounds dispatched again"
         rejoined = f"{self.rejoined} at the same time: a restarted hub had another record of them"
@@ -280,33 +243,35 @@ class HubReport(_FaultReport):
 
 def hub_report(folder: Path) -> HubReport:
     """The report of the run with a hub in this folder."""
-    events, actions = _read_logs(folder, [Arrived, Dispatched, HubRestarted, IslandJoined, IslandLeft, Returned])
-    arrived, restarts, joined = _of(events, Arrived), _of(events, HubRestarted), _of(events, IslandJoined)
-    if not arrived:
+    hub, restarts = read_asynchrony(folder), read_kind(folder, ev.HubRestarted)
+    if hub is None or not hub.arrivals:
         raise ConfigError(f"{folder} has no update that reached a hub, so there is nothing to report. Let it run longer.")
-    left = [(event.island, event.time_s) for event in _of(events, IslandLeft)]
+    joined = [(event.island, event.time_s) for event in read_kind(folder, ev.IslandJoined)]
+    left = [(event.island, event.time_s) for event in read_kind(folder, ev.IslandLeft)]
     return HubReport(
-        arrived=len(arrived),
-        applied=sum(event.applied for event in arrived),
-        local_updates=sum(event.steps for event in arrived),
-        violations=tuple(update_violations(events)),
-        returned=len(_of(events, Returned)),
+        violations=tuple(update_violations(read_events(folder / "events.jsonl", [ev.Arrived, ev.Dispatched]))),
         left=len(left),
         joined=len(joined),
-        rejoined=sum((event.island, event.time_s) in left for event in joined),
+        rejoined=sum(moment in left for moment in joined),
         restarts=len(restarts),
         lost_rounds=sum(event.lost_rounds for event in restarts),
         lost_local_updates=sum(event.lost_local_updates for event in restarts),
-        **_common_fields(events, actions),
+        not_saved=len(read_kind(folder, ev.SaveFailed)),
+        **vars(hub),
+        **_common_fields(folder),
     )
 
 
-def update_violations(events: Sequence[Event]) -> Iterator[str]:
+def update_violations(events: Iterable[ev.Event]) -> Iterator[str]:
     """Updates that arrived twice or were never dispatched, batches that are in two updates, and a hub version that differs from the
     number of applied updates."""
-    dispatched = {event.round: event for event in _of(events, Dispatched)}
+    dispatched: dict[int, ev.Dispatched] = {}
     rounds, read, version = set[int](), dict[tuple[int, int], int](), 0
-    for event in _of(events, Arrived):
+    for event in events:
+        if isinstance(event, ev.Dispatched):
+            dispatched[event.round] = event
+        if not isinstance(event, ev.Arrived):
+            continue
         version += event.applied
         if event.version != version:
             yield f"round {event.round}: the hub had applied {event.version} updates after it, and the log has {version}"

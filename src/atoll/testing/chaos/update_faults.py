@@ -6,10 +6,9 @@ whose process group then flips a bit.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from torch import Tensor
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Peers, Replica
 from atoll.engines.elastic.island import Interpose
-from atoll.engines.elastic.launch import run_island
-from atoll.engines.elastic.membership import Membership, Quorum
+from atoll.engines.elastic.membership import Membership
 from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.testing.chaos.faults import FaultScript, UpdateFault
 
@@ -37,12 +35,23 @@ class UpdateCorrupter:
         """Of the last averaged tree."""
 
     def algorithm(self, algorithm: Algorithm[Any]) -> Algorithm[Any]:
-        corrupted: Any = _CorruptedAlgorithm(algorithm, self)
-        return corrupted  # type: ignore[no-any-return]
+        """The algorithm with peers that average a corrupted tree."""
+
+        async def round(state: Any, replica: Replica, peers: Peers) -> Any:
+            async def mean(tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Any:
+                return await peers.mean(self.corrupt(tree), weight, compare=compare)
+
+            corrupted: Any = _Wrapper(peers, mean=mean)
+            return await algorithm.round(state, replica, corrupted)
+
+        wrapper: Any = _Wrapper(algorithm, round=round)
+        return wrapper  # type: ignore[no-any-return]
 
     def membership(self, membership: Membership) -> Membership:
-        corrupted: Any = _CorruptedMembership(membership, self)
-        return corrupted  # type: ignore[no-any-return]
+        """The membership with process groups that corrupt messages."""
+        connect = membership.connect
+        wrapper: Any = _Wrapper(membership, connect=lambda quorum, limit_s: _CorruptedGroup(connect(quorum, limit_s), self))
+        return wrapper  # type: ignore[no-any-return]
 
     def take(self, *kinds: str) -> str | None:
         """The kind of the pending fault of the current round among these kinds. Each fault is taken once."""
@@ -78,34 +87,13 @@ def interpose_update_faults(script: Path) -> Interpose:
 
 
 class _Wrapper:
-    """Has all attributes of what it wraps."""
+    """Has these attributes, and all others of what it wraps."""
 
-    def __init__(self, wrapped: Any, corrupter: UpdateCorrupter) -> None:
-        self._wrapped, self._corrupter = wrapped, corrupter
+    def __init__(self, wrapped: Any, **attributes: Any) -> None:
+        self.__dict__.update(attributes, _wrapped=wrapped)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
-
-
-class _CorruptedAlgorithm(_Wrapper):
-    """A protocols.Algorithm with corrupted peers."""
-
-    async def round(self, state: Any, replica: Replica, peers: Peers) -> Any:
-        return await self._wrapped.round(state, replica, _CorruptedPeers(peers, self._corrupter))
-
-
-class _CorruptedPeers(_Wrapper):
-    """A protocols.Peers that averages a corrupted tree."""
-
-    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Any:
-        return await self._wrapped.mean(self._corrupter.corrupt(tree), weight, compare=compare)
-
-
-class _CorruptedMembership(_Wrapper):
-    """A membership with a corrupted process group."""
-
-    def connect(self, quorum: Quorum, limit_s: float) -> Any:
-        return _CorruptedGroup(self._wrapped.connect(quorum, limit_s), self._corrupter)
 
 
 class _CorruptedGroup(_Wrapper):
@@ -113,7 +101,8 @@ class _CorruptedGroup(_Wrapper):
     are double precision, or text."""
 
     def __init__(self, group: Any, corrupter: UpdateCorrupter) -> None:
-        super().__init__(group, corrupter)
+        super().__init__(group)
+        self._corrupter = corrupter
         self._sent_numel: dict[int, int] = {}
         """Payload elements sent, by destination rank."""
         self._control_messages: dict[int, int] = {}
@@ -146,24 +135,3 @@ def _flip_bit(tensor: Tensor, bit: int = 0) -> Tensor:
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
     copy.view(-1).view(width)[0] ^= 1 << bit
     return copy
-
-
-def faulty_island_command(command: Sequence[str], script: Path) -> list[str]:
-    """The command of an island with the update faults of this script, from the command of an ordinary island."""
-    at = command.index("atoll")
-    return [*command[:at], __name__, str(script), *command[at + 2 :]]
-
-
-def main() -> None:
-    """`python -m atoll.testing.chaos.update_faults SCRIPT ADDRESS --name NAME --folder FOLDER`: an island with update faults."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("script", type=Path)
-    parser.add_argument("address")
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--folder", type=Path)
-    given = parser.parse_args()
-    run_island(given.address, given.name, given.folder, interpose=interpose_update_faults(given.script))
-
-
-if __name__ == "__main__":
-    main()

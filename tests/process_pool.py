@@ -1,4 +1,4 @@
-"""Real processes for tests: a pool of ranks on this machine, joined by gloo, and whole runs on them."""
+"""Real processes for tests and for benchmarks/outer_step.py: a pool of ranks on this machine, joined by gloo, and runs on them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ from atoll.testing.simulated_runs import Recorder, run_engine
 
 T = TypeVar("T")
 _TIMEOUT_S = 60.0
+_PRELOADED = ("atoll.engines.processes.engine", "atoll.engines.processes.fsdp", "atoll.testing.simulated_runs")
 
 # ------------------------------------------------------------------------------------------------------------------ processes
 
 
 def _forkserver() -> Any:
-    """Processes are forked from a server that has imported this module and has done nothing else."""
+    """Processes are forked from a server that has imported the engine and has done nothing else. The server cannot import this
+    module: it does not get this process's sys.path, only its children do."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(list(_PRELOADED))
     return context
 
 
@@ -196,6 +198,6 @@ def run_on_processes(
     context = context_of(group, devices, inside=inside is not None)
     engine, sink = engine_of(context, algorithm, workload, steps, inner, inside)
     finished = run_engine(engine)
-    params = engine.params().copy()
+    params = engine.params.copy()
     engine.close()
     return ProcessRun(params, finished, sink.events)
