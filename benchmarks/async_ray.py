@@ -23,7 +23,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import AtollError
 from atoll.core.events import HubLoad, RoundFinished
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.telemetry.event_log import read_events
 from progress import CellProgress
 from record import benchmark_parser, bullets, holds_text, markdown_table, open_record, script

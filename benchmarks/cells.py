@@ -29,7 +29,7 @@ from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.events import Evaluated, Event, Progress, RoundFinished
 from atoll.engines import run_lifecycle
 from atoll.engines.warm_start_training import Cache
-from atoll.runs.run import Run, candidates
+from atoll.runs.run_settings import Run, candidates
 from atoll.telemetry.sync_summary import overlap_of
 from gpu_device import free_memory
 from progress import CellProgress

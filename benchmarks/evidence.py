@@ -24,7 +24,7 @@ import torch
 import figure_text
 from ablations import DEFAULT, Group, brief_table, table
 from atoll.core.errors import ConfigError
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 from cells import Outcome, Row, key_of, run_rows
 from claims import Claim, claims_section
 from curves import CAPTION, save_curves

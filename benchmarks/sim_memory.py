@@ -23,7 +23,7 @@ from atoll.core.flat_tree import Tree
 from atoll.engines.simulator.launch import engine_of
 from atoll.models.gpt import GPT
 from atoll.replica.evaluator import Evaluator
-from atoll.runs.run import Run, candidates
+from atoll.runs.run_settings import Run, candidates
 from atoll.runs.workloads import sharded_workload
 from atoll.telemetry.sinks import Fanout
 from atoll.testing.simulated_runs import run_engine

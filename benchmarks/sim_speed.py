@@ -32,7 +32,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.schedules import at
 from atoll.optim.sgd import Nesterov
 from atoll.replica.local_replica import torch_threads
-from atoll.runs.run import Run, candidates
+from atoll.runs.run_settings import Run, candidates
 from atoll.runs.workloads import TextWorkload, sharded_workload
 from atoll.telemetry.event_log import JsonlSink
 from atoll.testing.simulated_runs import run_engine

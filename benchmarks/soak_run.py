@@ -20,7 +20,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
 from atoll.runs.cluster import Cluster
-from atoll.runs.run import Keep, Run, Train
+from atoll.runs.run_settings import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import (

@@ -21,7 +21,7 @@ import atoll
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
-from atoll.cli import commands, main as cli, run_command
+from atoll.cli import inspect_commands, main as cli, prepare_command, run_command
 from atoll.cli.recipe_settings import run_of, spec_with
 from atoll.core.config.overrides import override
 from atoll.core.events import KINDS, RoundFinished
@@ -30,7 +30,7 @@ from atoll.engines.elastic import launch as elastic_launch
 from atoll.engines.elastic.spec import check_address
 from atoll.engines.simulator.spec import Simulator
 from atoll.engines.spec import spec_named, write_spec
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.telemetry.summary import Summary
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import FaultScript
@@ -75,8 +75,9 @@ def parsed(monkeypatch, capsys, tmp_path):
         signature = inspect.signature(getattr(module, name))
         return lambda *given, **named: calls.append((name, signature.bind(*given, **named).arguments))
 
-    for name in ("list_recipes", "show_recipe", "report_run", "evaluate_run", "prepare_data"):
-        monkeypatch.setattr(commands, name, stand_in(commands, name))
+    for name in ("list_recipes", "show_recipe", "report_run", "evaluate_run"):
+        monkeypatch.setattr(inspect_commands, name, stand_in(inspect_commands, name))
+    monkeypatch.setattr(prepare_command, "prepare_data", stand_in(prepare_command, "prepare_data"))
     for command in cli.app.registered_commands:
         if command.callback in (cli.generate, cli.export, cli.replay):
             monkeypatch.setattr(command, "callback", wraps(command.callback)(stand_in(cli, command.callback.__name__)))

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from atoll.data.partition import IID as IID, ByDomain as ByDomain, Dirichlet as Dirichlet, KMeans as KMeans
     from atoll.data.text import Text as Text
     from atoll.engines.elastic.spec import Elastic as Elastic
-    from atoll.engines.log_replay import replay_run as replay_run
     from atoll.engines.processes.spec import Processes as Processes
     from atoll.engines.ray.spec import Ray as Ray
+    from atoll.engines.replay_async_run import replay_run as replay_run
     from atoll.engines.run_lifecycle import Result as Result, resume as resume, run as run
     from atoll.engines.simulator.spec import Simulator as Simulator
     from atoll.loop.context_manager import Islands as Islands, islands as islands
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from atoll.optim.staleness import DelayCompensation as DelayCompensation, Polynomial as Polynomial
     from atoll.runs.cluster import Away as Away, Cluster as Cluster, Link as Link, Lost as Lost, Outage as Outage
     from atoll.runs.export import export as export, load_exported as load_exported
-    from atoll.runs.run import Keep as Keep, Run as Run, Train as Train
+    from atoll.runs.run_settings import Keep as Keep, Run as Run, Train as Train
 
 _NAMES = {
     "algorithms.acco": "ACCO",
@@ -64,7 +64,7 @@ _NAMES = {
     "data.partition": "IID ByDomain Dirichlet KMeans",
     "data.text": "Text",
     "engines.elastic.spec": "Elastic",
-    "engines.log_replay": "replay_run",
+    "engines.replay_async_run": "replay_run",
     "engines.processes.spec": "Processes",
     "engines.ray.spec": "Ray",
     "engines.run_lifecycle": "Result resume run",
@@ -81,7 +81,7 @@ _NAMES = {
     "optim.staleness": "DelayCompensation Polynomial",
     "runs.cluster": "Link Away Cluster Lost Outage",
     "runs.export": "export load_exported",
-    "runs.run": "Keep Run Train",
+    "runs.run_settings": "Keep Run Train",
 }
 _HOME = {"recipes": "atoll.recipes"} | {name: f"atoll.{module}" for module, names in _NAMES.items() for name in names.split()}
 

@@ -18,7 +18,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Link
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.testing.conformance import detached, digests
 from atoll.testing.simulated_runs import Regression, RegressionBatches, run_engine, simulate, simulator
 from tests.samples import SMALL

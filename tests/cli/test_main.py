@@ -28,7 +28,7 @@ def sets(*settings):
 def finished(tmp_path_factory):
     from atoll.core.config.overrides import override
     from atoll.engines import run_lifecycle
-    from atoll.runs.run import candidates
+    from atoll.runs.run_settings import candidates
 
     run = override(recipes.demo_diloco(), [*SMALL, "algorithm.inner_steps=3"], candidates)
     return run_lifecycle.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder

@@ -24,7 +24,7 @@ from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.folder import RunFolder
 from atoll.runs.generate import generate
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.telemetry.event_log import read_events
 from atoll.telemetry.sinks import MemorySink
 from atoll.testing.simulated_runs import Regression
@@ -154,7 +154,7 @@ def test_from_scratch_there_is_no_warm_start(tmp_path):
 KILLED = """
 import os, signal, sys
 import atoll
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.core.config.overrides import override
 
 class Bomb:

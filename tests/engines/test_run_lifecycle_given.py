@@ -8,7 +8,7 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.engines import run_lifecycle
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.testing.simulated_runs import Regression
 from tests.samples import SMALL
 

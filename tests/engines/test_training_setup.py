@@ -14,7 +14,7 @@ from atoll.core.protocols import Work
 from atoll.data.partition import ByDomain
 from atoll.engines.training_setup import replica_of
 from atoll.optim.adam import AdamW
-from atoll.runs.run import candidates, device_of
+from atoll.runs.run_settings import candidates, device_of
 from atoll.runs.workloads import sharded_workload, single_shard_workload
 from tests.samples import SMALL as TINY
 

@@ -9,7 +9,7 @@ from atoll.core.config.overrides import override
 from atoll.core.protocols import Work
 from atoll.engines.training_setup import replica_of
 from atoll.engines.warm_start_training import Cache, RunPreparation, train_warm_start
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.runs.workloads import single_shard_workload
 from atoll.telemetry.sinks import MemorySink
 from tests.samples import SMALL as TINY

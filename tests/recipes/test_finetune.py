@@ -11,7 +11,7 @@ from atoll.core.events import Evaluated
 from atoll.core.serialization import read_tensors
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.telemetry.event_log import read_events
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 

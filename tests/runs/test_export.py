@@ -15,7 +15,7 @@ from atoll.core.errors import CheckpointError, ConfigError, DataError
 from atoll.core.serialization import read_tensors
 from atoll.recipes import toy_sync
 from atoll.runs.export import export, load_exported, trained
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 from atoll.testing.simulated_runs import Regression
 from tests.samples import SMALL

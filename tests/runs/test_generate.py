@@ -9,7 +9,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.runs.generate import generate
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 
 

@@ -17,7 +17,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.runs.cluster import Cluster, Link
-from atoll.runs.run import Run, candidates
+from atoll.runs.run_settings import Run, candidates
 
 TWO_LEVELS = recipes.demo_two_level()
 

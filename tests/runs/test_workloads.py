@@ -28,7 +28,7 @@ from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Link
 from atoll.runs.folder import RunFolder
 from atoll.runs.generate import generate
-from atoll.runs.run import Keep, Run, Train, candidates
+from atoll.runs.run_settings import Keep, Run, Train, candidates
 from atoll.runs.workloads import ToyWorkload, data_fingerprint, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import read_events
 from atoll.testing.simulated_runs import Regression

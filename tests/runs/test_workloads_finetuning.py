@@ -22,7 +22,7 @@ from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.replica.flat_parameters import trainable_weights
 from atoll.runs.cluster import Cluster
-from atoll.runs.run import Keep, Run, Train
+from atoll.runs.run_settings import Keep, Run, Train
 from atoll.runs.workloads import data_fingerprint, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import read_events
 from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from atoll.cli.commands import report_run
+from atoll.cli.inspect_commands import report_run
 from atoll.core.events import (
     Computed,
     Evaluated,

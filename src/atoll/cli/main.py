@@ -111,7 +111,7 @@ def atoll(
 @app.command()
 def recipes() -> None:
     """List the recipes with one line about each."""
-    from atoll.cli.commands import list_recipes
+    from atoll.cli.inspect_commands import list_recipes
 
     list_recipes()
 
@@ -119,7 +119,7 @@ def recipes() -> None:
 @app.command()
 def show(recipe: str, settings: Settings, seed: Seed = None, engine: EngineName = None, json: Json = False) -> None:
     """List every setting of a recipe, and with --engine those of the engine: path, value, allowed types."""
-    from atoll.cli.commands import show_recipe
+    from atoll.cli.inspect_commands import show_recipe
 
     show_recipe(recipe, settings, seed, engine, as_json=json)
 
@@ -210,7 +210,7 @@ def compare(
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(help="Folder of the run.")], json: Json = False) -> None:
     """Print the figures of a run, draw its plots, and write its trace for Perfetto or chrome://tracing."""
-    from atoll.cli.commands import report_run
+    from atoll.cli.inspect_commands import report_run
 
     report_run(folder, as_json=json)
 
@@ -223,7 +223,7 @@ def replay(
 ) -> None:
     """Recompute an asynchronous run in the order of its event log, and compare the weights."""
     from atoll.cli.recipe_settings import check_imported
-    from atoll.engines.log_replay import replay_run
+    from atoll.engines.replay_async_run import replay_run
     from atoll.telemetry.console_progress import ConsoleSink
 
     check_imported(folder)
@@ -262,7 +262,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Evaluate the model of a run on any text: perplexity and bits per byte, or accuracy on the last word of each document."""
-    from atoll.cli.commands import evaluate_run
+    from atoll.cli.inspect_commands import evaluate_run
     from atoll.cli.recipe_settings import check_imported
 
     check_imported(folder)
@@ -298,7 +298,7 @@ def prepare(
     quiet: Quiet = False,
 ) -> None:
     """Convert text to memory-mapped token files; use them with `--set data.corpus=prepared:DIR`."""
-    from atoll.cli.commands import prepare_data
+    from atoll.cli.prepare_command import prepare_data
     from atoll.data.prepare import Preparation
 
     preparation = Preparation(

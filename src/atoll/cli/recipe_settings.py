@@ -12,14 +12,14 @@ from typing import Any
 
 from atoll import recipes
 from atoll.core.config.json_records import find_type
+from atoll.core.config.list_settings import Presets
 from atoll.core.config.overrides import override
-from atoll.core.config.setting_paths import Presets
 from atoll.core.errors import ConfigError
 from atoll.engines.spec import EngineSpec, with_settings
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run, candidates
+from atoll.runs.run_settings import Run, candidates
 from atoll.telemetry.summary import read_summary
 
 PRESETS: Presets = {

@@ -23,7 +23,7 @@ from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
 from atoll.engines.spec import EngineSpec, processes_started, refuse_torchrun, saved_spec, spec_named
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.folder import RunFolder, default_path
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.plots import plot_comparison

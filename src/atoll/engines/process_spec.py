@@ -8,7 +8,7 @@ from typing import ClassVar
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import AsyncAlgorithm
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 
 
 class ProcessSpec:

@@ -38,7 +38,7 @@ from atoll.engines.spec import EngineSpec, read_spec, refuse_torchrun, saved_spe
 from atoll.engines.warm_start_training import Cache, Prepared, RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder, default_path
-from atoll.runs.run import Run, device_of, dtype_of
+from atoll.runs.run_settings import Run, device_of, dtype_of, precision_notice
 from atoll.runs.validation import check_finetuning_inputs
 from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.event_log import JsonlSink, read_events
@@ -133,6 +133,8 @@ class RunRequest(RunInputs):
             if self.run is None and not folder.finished:
                 folder.append_source("resumed", self.command)
                 write_spec(folder.path, spec)
+            if not folder.finished and (notice := precision_notice(run)):
+                self.log(notice)
             yield RunTask(run=run, spec=spec, folder=folder, **{f.name: getattr(self, f.name) for f in fields(RunInputs)})
 
     def _create(self, run: Run) -> tuple[Run, EngineSpec, RunFolder]:

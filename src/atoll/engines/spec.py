@@ -18,7 +18,7 @@ from atoll.engines.processes.spec import Processes
 from atoll.engines.ray.spec import Ray
 from atoll.engines.simulator.spec import Simulator
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 
 FORMAT = 1
 _FILE = "engine.json"

@@ -16,7 +16,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Batches, Gradient, Sink, Weigh, Work, Workload
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import LocalReplica, RoundStart
-from atoll.runs.run import Run, device_of, dtype_of
+from atoll.runs.run_settings import Run, device_of, dtype_of
 
 
 @dataclass(frozen=True, kw_only=True)

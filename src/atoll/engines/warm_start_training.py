@@ -23,7 +23,7 @@ from atoll.optim.schedules import WSD, at
 from atoll.replica.local_replica import torch_threads
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.folder import digest_of
-from atoll.runs.run import Run, device_of, dtype_of
+from atoll.runs.run_settings import Run, device_of, dtype_of
 from atoll.runs.workloads import LoadedData, data_fingerprint, sharded_workload, single_shard_workload, unpartitioned
 
 _PROGRESS_STEPS = 10  # steps between two progress events

@@ -20,7 +20,7 @@ from atoll.recipes.demo import (
 from atoll.recipes.finetune import finetune
 from atoll.recipes.papers import acco_36m, acco_125m, async_20m, async_60m, async_150m, diloco_60m, diloco_150m, diloco_400m
 from atoll.recipes.toy import toy_async, toy_sync
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 
 _LOCAL_SGD = (demo_ddp, demo_diloco, demo_async, demo_async_naive)  # and DDP, to compare with
 _SHARDED = (demo_zero1, demo_acco, demo_acco_free, demo_dpu, demo_wp, demo_two_level)

@@ -37,7 +37,7 @@ from atoll.optim.delayed_nesterov import DelayedNesterov
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
 from atoll.runs.cluster import Cluster, Link, step_times
-from atoll.runs.run import Keep, Run, Train
+from atoll.runs.run_settings import Keep, Run, Train
 
 
 def demo_ddp() -> Run:

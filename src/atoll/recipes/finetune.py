@@ -17,7 +17,7 @@ from atoll.models.pretrained import Pretrained
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.runs.cluster import Cluster
-from atoll.runs.run import Keep, Run, Train
+from atoll.runs.run_settings import Keep, Run, Train
 
 
 def finetune() -> Run:

@@ -32,7 +32,7 @@ from atoll.optim.delayed_nesterov import DelayedNesterov
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
 from atoll.runs.cluster import Cluster
-from atoll.runs.run import Keep, Run, Train
+from atoll.runs.run_settings import Keep, Run, Train
 
 
 def diloco_60m() -> Run:

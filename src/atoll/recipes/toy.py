@@ -19,7 +19,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Momentum
 from atoll.runs.cluster import Cluster, Link
-from atoll.runs.run import Keep, Run, Train
+from atoll.runs.run_settings import Keep, Run, Train
 
 
 def toy_async() -> Run:

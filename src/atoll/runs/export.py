@@ -31,7 +31,7 @@ from atoll.data.text import Text
 from atoll.data.tokenizer import load_saved_tokenizer
 from atoll.models.pretrained import Pretrained, silent_transformers
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 

@@ -27,7 +27,7 @@ from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import joined
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.serialization import write_text
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 from atoll.telemetry.run_progress import RUN_FORMAT, read_settings
 from atoll.telemetry.summary import read_summary
 

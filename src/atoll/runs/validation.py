@@ -22,7 +22,7 @@ from atoll.models.pretrained import Pretrained
 from atoll.runs.cluster import Cluster
 
 if TYPE_CHECKING:
-    from atoll.runs.run import Run, Train
+    from atoll.runs.run_settings import Run, Train
 
 _SHOWN = 4  # values that would fit, of many
 

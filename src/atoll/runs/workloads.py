@@ -31,7 +31,7 @@ from atoll.models.pretrained import Pretrained
 from atoll.replica.flat_parameters import trainable_weights
 from atoll.replica.local_replica import torch_threads
 from atoll.replica.master_weights import cast_parameters
-from atoll.runs.run import Run, device_of, dtype_of
+from atoll.runs.run_settings import Run, device_of, dtype_of
 
 Data = Text | Gaussians | Instructions
 LoadedData = LoadedText | LoadedGaussians | LoadedInstructions

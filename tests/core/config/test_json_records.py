@@ -11,7 +11,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Rule
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 
 SAVED_RECORDS = {
     "ACCOState": "params optimizer steps committed first dropped",

@@ -18,7 +18,7 @@ from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov
 from atoll.optim.staleness import DelayCompensation
 from atoll.runs.cluster import Away, Cluster, Link, Lost, Outage
-from atoll.runs.run import Keep, Train
+from atoll.runs.run_settings import Keep, Train
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from atoll.engines.ray.spec import Ray
 from atoll.engines.ray.worker import WorkerProcessSpec
 from atoll.recipes.toy import toy_async
 from atoll.runs.cluster import Cluster
-from atoll.runs.run import Train
+from atoll.runs.run_settings import Train
 from atoll.telemetry.sinks import MemorySink
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})

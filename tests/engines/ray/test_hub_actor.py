@@ -23,7 +23,7 @@ from atoll.engines.ray.spec import Ray
 from atoll.optim.sgd import SGD
 from atoll.recipes.toy import toy_async
 from atoll.runs.cluster import Cluster
-from atoll.runs.run import Keep, Train
+from atoll.runs.run_settings import Keep, Train
 from atoll.telemetry.event_log import JsonlSink, read_events
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})

@@ -24,7 +24,7 @@ from atoll.optim.sgd import SGD
 from atoll.recipes.toy import toy_async
 from atoll.runs.cluster import Cluster
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Train
+from atoll.runs.run_settings import Train
 from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.sinks import MemorySink
 from tests.samples import arrived

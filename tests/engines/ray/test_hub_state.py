@@ -32,7 +32,7 @@ from atoll.optim.sgd import SGD
 from atoll.optim.staleness import Polynomial
 from atoll.recipes.toy import toy_async
 from atoll.runs.cluster import Cluster
-from atoll.runs.run import Keep, Train
+from atoll.runs.run_settings import Keep, Train
 from atoll.telemetry.sinks import MemorySink
 
 WEIGHTS = Tree.of({"w": torch.ones(3)})

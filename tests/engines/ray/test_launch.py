@@ -14,7 +14,7 @@ from atoll.engines.ray.spec import Ray
 from atoll.engines.run_lifecycle import RunTask, resume
 from atoll.engines.spec import write_spec
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.telemetry.event_log import JsonlSink
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault

@@ -6,7 +6,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.engines.ray.spec import Ray, gpus_per_worker
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 
 
 def demo(*settings):

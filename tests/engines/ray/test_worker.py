@@ -20,7 +20,7 @@ from atoll.engines.warm_start_training import load_data
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import initial_weights
-from atoll.runs.run import Train, candidates
+from atoll.runs.run_settings import Train, candidates
 from atoll.runs.workloads import data_fingerprint
 from atoll.testing.simulated_runs import Regression
 

@@ -19,7 +19,7 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
 from atoll.replica.vmap_stack import VmapStack
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.telemetry.event_log import read_events
 from benchmarks.decoder_workload import DecoderWorkload, RepeatedBatch
 from tests.samples import SMALL

@@ -11,7 +11,7 @@ from atoll.engines.run_lifecycle import Cache
 from atoll.engines.simulator import virtual_time_estimate
 from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links, virtual_time
 from atoll.runs.cluster import Link
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from tests.samples import SMALL
 
 SHORT = [*SMALL, "train.steps=8", "train.warm_start_steps=0", "cluster.link.bandwidth_mbit_per_s=2.5"]

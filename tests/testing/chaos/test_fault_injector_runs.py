@@ -13,7 +13,7 @@ from atoll.engines.run_lifecycle import run
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Cluster
-from atoll.runs.run import Keep, Run, Train
+from atoll.runs.run_settings import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
 from atoll.testing import namespaces
 from atoll.testing.chaos.attach_faults import RunFaults

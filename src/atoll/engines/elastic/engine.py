@@ -32,7 +32,7 @@ from atoll.engines.round_record import RoundRecord, WallClock
 from atoll.engines.shared_and_sharded_state import shared_fields, trees_to_device, with_shared
 from atoll.engines.timed_replica import ProcessReplica
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 
 _EPOCH_GAP = 1 << 20
 """A commit without failures takes at most 256 epochs, so 4,096 commits after a checkpoint take no more than this."""

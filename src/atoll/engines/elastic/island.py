@@ -39,7 +39,7 @@ from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import device_of, dtype_of
+from atoll.runs.run_settings import device_of, dtype_of
 from atoll.runs.validation import check_devices_share_batch
 from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout

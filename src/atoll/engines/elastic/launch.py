@@ -33,7 +33,7 @@ from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
 from atoll.engines.liveness import exit_with
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import with_settings, write_spec
-from atoll.runs.run import Run, precision_notice
+from atoll.runs.run_settings import Run
 from atoll.runs.validation import check_devices_share_batch
 from atoll.telemetry.sinks import Fanout
 
@@ -75,9 +75,6 @@ def supervise(task: RunTask) -> None:
     spec = task.spec
     assert isinstance(spec, Elastic)
     check_devices_share_batch(task.run, spec.devices)
-    notice = precision_notice(task.run)
-    if notice is not None:
-        task.log(notice)
     # The run's work stays divided by the planned islands. Its port stays the same, so that joiners find it again, if it is free.
     listen = f"{spec.host}:{free_port(spec.host, spec.port)}"
     spec = replace(spec, processes=spec.processes or task.run.cluster.islands, listen=listen)

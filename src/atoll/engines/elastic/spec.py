@@ -10,7 +10,7 @@ from typing import ClassVar
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.errors import ConfigError
 from atoll.engines.process_spec import ProcessSpec
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 from atoll.runs.validation import check_devices_share_batch
 
 

@@ -26,7 +26,7 @@ from atoll.engines.shared_and_sharded_state import donated, owned, pending_token
 from atoll.engines.timed_replica import ProcessReplica
 from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.run import with_rate_at
+from atoll.runs.run_settings import with_rate_at
 
 
 @dataclass

@@ -45,7 +45,7 @@ from atoll.engines.warm_start_training import Prepared, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import Loss
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run, device_of, precision_notice
+from atoll.runs.run_settings import Run, device_of
 from atoll.runs.workloads import partitioned_by_weights
 
 _PLAN = "plan"
@@ -158,9 +158,6 @@ def _publish_plan(store: Store, request: RunRequest, size: int, held: ExitStack)
         task = replace(task, spec=spec, run=task.run if task.finished else spec.fitted(task.run))
         if not task.finished:
             task.log(spec.ignored_settings(task.run))
-            notice = precision_notice(task.run)
-            if notice is not None and not isinstance(task.run.inside, FSDP):  # FSDP2 casts on a CPU too
-                task.log(notice)
             task.log(f"outside of rounds a rank waits {spec.start_timeout_s:g} s for the others (engine.start_timeout_s)")
         plan = RunPlan(task.run, spec, task.folder.path, task.finished)
     except Exception as error:

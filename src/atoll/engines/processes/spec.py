@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from atoll.core.errors import ConfigError
 from atoll.engines.process_spec import ProcessSpec
-from atoll.runs.run import Run, device_of
+from atoll.runs.run_settings import Run, device_of
 
 
 @dataclass(frozen=True, kw_only=True)

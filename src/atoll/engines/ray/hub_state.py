@@ -26,7 +26,7 @@ from atoll.engines.ray.messages import PushStatus, Rejection, RoundId, TaskMessa
 from atoll.engines.ray.spec import Ray
 from atoll.engines.training_setup import passed_multiple
 from atoll.runs.cluster import CONTROL_BYTES, draw
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 
 _OVERDUE_FACTOR, _OVERDUE_S, _FIRST_OVERDUE_S = 10.0, 30.0, 300.0
 """A worker is overdue after this multiple of its last round's time, at least `_OVERDUE_S`; in its first round after the third."""

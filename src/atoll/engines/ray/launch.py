@@ -28,7 +28,7 @@ from atoll.engines.ray.worker import WorkerProcessSpec
 from atoll.engines.run_lifecycle import Driver, Result, RunRequest, RunTask
 from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
-from atoll.runs.run import Run, device_of
+from atoll.runs.run_settings import Run, device_of
 from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout
 

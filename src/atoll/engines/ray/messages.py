@@ -27,7 +27,7 @@ from atoll.core.layout import Layout
 from atoll.core.protocols import Work
 from atoll.engines.accounting import ComputeSpan
 from atoll.engines.ray.spec import Ray
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 
 ByteArray = NDArray[np.uint8]
 

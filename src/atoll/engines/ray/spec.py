@@ -9,7 +9,7 @@ from typing import ClassVar
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import AsyncAlgorithm, Plan
 from atoll.engines.process_spec import ProcessSpec
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 from atoll.runs.validation import check_devices_share_batch
 
 

@@ -32,7 +32,7 @@ from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import RunPreparation
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.run import Run, device_of
+from atoll.runs.run_settings import Run, device_of
 from atoll.runs.workloads import data_fingerprint
 
 _PULL_WAIT_S = 5.0

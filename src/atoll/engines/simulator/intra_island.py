@@ -28,7 +28,7 @@ from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.flat_parameters import FlatModule
 from atoll.replica.local_replica import LocalReplica
-from atoll.runs.run import with_rate_at
+from atoll.runs.run_settings import with_rate_at
 
 
 def whole_params(shared: Mapping[str, Any], members: Iterable[SimMember]) -> Tree:

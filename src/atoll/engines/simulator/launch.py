@@ -18,15 +18,13 @@ from atoll.engines.simulator.member_work import SimSetup
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
-from atoll.runs.run import Run, device_of, precision_notice
+from atoll.runs.run_settings import Run, device_of
 
 
 def start(request: RunRequest) -> Result | None:
     with request.open() as task:
         if task.finished:
             return task.reopen()
-        if notice := precision_notice(task.run):
-            task.log(notice)
         return SimulatorDriver(task).carry_out()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 
 
 @dataclass(frozen=True, kw_only=True)

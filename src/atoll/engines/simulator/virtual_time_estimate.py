@@ -19,7 +19,7 @@ from atoll.engines.simulator.launch import engine_of
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.cluster import Cluster, Link
-from atoll.runs.run import Run, dtype_of
+from atoll.runs.run_settings import Run, dtype_of
 from atoll.telemetry.sinks import MemorySink
 
 _MAX_PARAMETERS = 100_000

@@ -14,7 +14,7 @@ from atoll.engines.elastic.supervisor import ProcessHooks, island_name
 from atoll.engines.ray.spec import Ray
 from atoll.engines.run_lifecycle import RunTask
 from atoll.engines.spec import EngineSpec
-from atoll.runs.run import Run
+from atoll.runs.run_settings import Run
 from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, LIGHTHOUSE, FaultScript
 from atoll.testing.chaos.ray_faults import check_ray_script, inject_ray_faults

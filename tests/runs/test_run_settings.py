@@ -14,8 +14,8 @@ from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.config.json_records import from_json, to_json
+from atoll.core.config.list_settings import describe
 from atoll.core.config.overrides import override
-from atoll.core.config.setting_paths import describe
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Plan, Rebases, Rule
 from atoll.data.gaussians import Gaussians
@@ -27,7 +27,7 @@ from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Link
-from atoll.runs.run import Run, Train, TrainsDevices, candidates
+from atoll.runs.run_settings import Run, Train, TrainsDevices, candidates
 
 TOY = Run(
     recipe="toy",

@@ -10,8 +10,8 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.serialization import load_tree, save_tree
-from atoll.engines.log_replay import TOLERANCE, replay_run
-from atoll.runs.run import candidates
+from atoll.engines.replay_async_run import TOLERANCE, replay_run
+from atoll.runs.run_settings import candidates
 
 SMALL = (
     "model.hidden=8",

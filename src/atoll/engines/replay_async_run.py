@@ -27,7 +27,7 @@ from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import RunPreparation
 from atoll.replica.local_replica import LocalReplica, torch_threads
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import Run, device_of
+from atoll.runs.run_settings import Run, device_of
 from atoll.telemetry.event_log import read_events
 from atoll.telemetry.sinks import Fanout
 

@@ -1,11 +1,10 @@
-"""What the commands do that only read: recipes, settings, reports, prepared data."""
+"""The commands that only read: recipes, show, report, evaluate."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from inspect import getdoc
 from pathlib import Path
 
@@ -17,12 +16,11 @@ from rich.table import Table
 from atoll import recipes
 from atoll.cli.recipe_settings import PRESETS, run_of, spec_with
 from atoll.core.config.json_records import to_json
-from atoll.core.config.setting_paths import describe
-from atoll.data.prepare import Preparation, find_prepared, prepare
+from atoll.core.config.list_settings import describe
 from atoll.engines.spec import EngineSettings, spec_named
 from atoll.runs.evaluate import evaluate
 from atoll.runs.folder import RunFolder
-from atoll.runs.run import candidates
+from atoll.runs.run_settings import candidates
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.plots import write_plots
@@ -30,7 +28,6 @@ from atoll.telemetry.report import report_sections
 from atoll.telemetry.run_progress import read_progress
 from atoll.telemetry.summary import read_summary
 from atoll.telemetry.trace import write_trace
-from atoll.telemetry.units import human_bytes
 
 
 def list_recipes() -> None:
@@ -88,18 +85,3 @@ def evaluate_run(
         return
     for name, value in found.to_dict().items():
         print(f"{name.replace('_', ' ')}: {f'{value:.4f}' if isinstance(value, float) else value}")
-
-
-def prepare_data(preparation: Preparation, out: Path, *, quiet: bool) -> None:
-    out = out.expanduser()
-    prepared = find_prepared(preparation, out)
-    if prepared is not None:
-        print(
-            f"{out} was prepared by the same command before, and is left as it is. If the text has changed since, remove "
-            f"the folder first, or use another --out.",
-            file=sys.stderr,
-        )
-    else:
-        with ConsoleSink("prepare", quiet) as sink:
-            prepared = prepare(preparation, out, lambda event: sink.emit(replace(event, note=human_bytes(event.done))))
-    print(f"{prepared}\nuse it with: --set data.corpus=prepared:{out}")

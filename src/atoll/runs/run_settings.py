@@ -235,7 +235,7 @@ def dtype_of(run: Run) -> torch.dtype | None:
 
 def precision_notice(run: Run) -> str | None:
     """A line for the log if this machine computes in fp32 although bf16 was asked for; else none."""
-    if run.train.precision != "bf16" or device_of(run) != "cpu":
+    if run.train.precision != "bf16" or device_of(run) != "cpu" or isinstance(run.inside, FSDP):  # FSDP2 casts on a CPU too
         return None
     return (
         f"train.precision=bf16: ignored, since train.device={run.train.device} finds no CUDA device here. The run computes in fp32."
