@@ -32,7 +32,7 @@ _BATCH_TOKENS = 16_384
 _LONGEST = 1_024
 """Tokens that a pretrained model reads at once, if it could read more."""
 
-Ids = NDArray[np.int64]
+TokenIds = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def evaluate(
     return Evaluation(on=on, last_word=last_word, documents=len(documents), perplexity=math.exp(found["loss"]), **found)
 
 
-def _encoder(folder: RunFolder, model_tokenizer: str | None, module: nn.Module) -> tuple[Callable[[str], Ids], int | None]:
+def _encoder(folder: RunFolder, model_tokenizer: str | None, module: nn.Module) -> tuple[Callable[[str], TokenIds], int | None]:
     """Text to ids with the run's tokenizer, and the id that ends a document."""
     if isinstance(module, Decoder):
         tokenizer = load_saved_tokenizer(folder.tokenizer)
@@ -112,7 +112,7 @@ def _encoder(folder: RunFolder, model_tokenizer: str | None, module: nn.Module) 
     return lambda text: np.array(pretrained(text, add_special_tokens=False)["input_ids"], np.int64), pretrained.eos_token_id
 
 
-def _last_word(document: Document, encode: Callable[[str], Ids], seq_len: int) -> tuple[Ids, int]:
+def _last_word(document: Document, encode: Callable[[str], TokenIds], seq_len: int) -> tuple[TokenIds, int]:
     """The tokens of a passage, as many as the model reads, and the position of the first of its last word."""
     text = document.text.strip()
     context = text.rpartition(text.split()[-1])[0].rstrip()
@@ -131,7 +131,7 @@ class Scorer:
         positions = getattr(getattr(module, "config", None), "max_position_embeddings", None) or _LONGEST
         self.seq_len: int = module.seq_len if isinstance(module, Decoder) else min(positions, _LONGEST)
 
-    def score(self, rows: Sequence[tuple[Ids, int]], progress: Callable[[Progress], object]) -> Iterator[tuple[float, int, bool]]:
+    def score(self, rows: Sequence[tuple[TokenIds, int]], progress: Callable[[Progress], object]) -> Iterator[tuple[float, int, bool]]:
         """For each row its summed loss from its position on, the number of these tokens, and whether each was the likeliest."""
         size = max(1, _BATCH_TOKENS // self.seq_len)
         for start in range(0, len(rows), size):
@@ -139,7 +139,7 @@ class Scorer:
             progress(Progress(phase="evaluate", done=min(start + size, len(rows)), total=len(rows)))
 
     @torch.no_grad()
-    def _score_batch(self, rows: Sequence[tuple[Ids, int]]) -> Iterator[tuple[float, int, bool]]:
+    def _score_batch(self, rows: Sequence[tuple[TokenIds, int]]) -> Iterator[tuple[float, int, bool]]:
         longest = max(len(ids) for ids, _ in rows)
         # Padding stands at the end, where a causal model's earlier positions do not see it.
         padded = torch.zeros(len(rows), longest, dtype=torch.int64)
