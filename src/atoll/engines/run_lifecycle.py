@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -34,7 +35,7 @@ from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.simulator.spec import Simulator
-from atoll.engines.spec import EngineSpec, read_spec, refuse_torchrun, saved_spec, write_spec
+from atoll.engines.spec import EngineSpec, read_spec, refuse_torchrun, saved_spec, started_by_torchrun, write_spec
 from atoll.engines.warm_start_training import Cache, Prepared, RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder, default_path
@@ -101,7 +102,7 @@ class RunTask(RunInputs):
     def finished(self) -> bool:
         return self.folder.finished
 
-    @property
+    @cached_property
     def preparation(self) -> RunPreparation:
         return RunPreparation(self.run.resolved, self.workload, self.cache)
 
@@ -133,8 +134,8 @@ class RunRequest(RunInputs):
             if self.run is None and not folder.finished:
                 folder.append_source("resumed", self.command)
                 write_spec(folder.path, spec)
-            if not folder.finished and (notice := precision_notice(run)):
-                self.log(notice)
+            if not folder.finished and spec.runs_on_ranks <= started_by_torchrun() and (notice := precision_notice(run)):
+                self.log(notice)  # not in the process that only starts ranks: rank 0 opens the folder again
             yield RunTask(run=run, spec=spec, folder=folder, **{f.name: getattr(self, f.name) for f in fields(RunInputs)})
 
     def _create(self, run: Run) -> tuple[Run, EngineSpec, RunFolder]:

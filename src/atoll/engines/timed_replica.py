@@ -69,10 +69,10 @@ class ProcessReplica:
         value, result = compute()
         if self._pause_s:
             time.sleep(self._pause_s * batches)
-        loss = math.fsum(result.losses) / len(result.losses)
-        if result.moved and not math.isfinite(loss) and not self._allow_nonfinite:
-            step, worst = next((step, one) for step, one in enumerate(result.losses) if not math.isfinite(one))
-            raise diverged_loss(worst, self._where(step))
+        worst = next(((step, loss) for step, loss in enumerate(result.losses) if not math.isfinite(loss)), None)
+        if worst is not None and result.moved and not self._allow_nonfinite:
+            raise diverged_loss(worst[1], self._where(worst[0]))
+        loss = worst[1] if worst else math.fsum(result.losses) / len(result.losses)  # fsum refuses inf beside -inf
         self._on_computed(ComputeSpan(start_s, self._clock.now_s(), steps, batches, [loss], result.tokens, result.moved))
         return value
 

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean
@@ -84,11 +85,11 @@ class RunPreparation:
     workload: Workload | None = None
     cache: Cache = field(default_factory=Cache)
 
-    @property
+    @cached_property
     def data(self) -> LoadedData:
         return load_data(self.run, self.cache)
 
-    @property
+    @cached_property
     def single_shard(self) -> Workload:
         """What plain training reads: all data, in one shard."""
         return self.workload or single_shard_workload(self.run, self.data)

@@ -12,7 +12,7 @@ from atoll.core.errors import ConfigError
 from atoll.telemetry.event_log import read_events
 
 RUN_FORMAT = 2
-"""Version of run.json, of the events and of the names of types in a run's folder."""
+"""Version of run.json, of the keys of events and of the names of types in a run's folder."""
 _STALENESS_WINDOW = 20
 
 

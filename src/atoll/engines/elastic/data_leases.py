@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from atoll.core.errors import ConfigError, ExchangeFailed
 
 REJECTION_LIMIT = 3
-"""A rejected unit is leased to another island, if there is one. A unit that is rejected so often is dropped, since no island can
-deliver it."""
+"""A rejected unit is leased to another island, if there is one. A unit that is rejected so often, and not from one island alone
+unless there is no other, is dropped."""
 
 
 class DataUnit(NamedTuple):

@@ -45,7 +45,6 @@ from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout
 
 _POLL_S = 0.2
-"""A leader that has not answered for so long after the last commit has died, and a registry that has not is gone with the run."""
 
 
 Interpose = Callable[[Algorithm[Any], Membership, IslandStatus, Callable[[str], object]], tuple[Algorithm[Any], Membership]]

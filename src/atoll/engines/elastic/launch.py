@@ -33,7 +33,6 @@ from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
 from atoll.engines.liveness import exit_with
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import with_settings, write_spec
-from atoll.runs.run_settings import Run
 from atoll.runs.validation import check_devices_share_batch
 from atoll.telemetry.sinks import Fanout
 
@@ -44,19 +43,13 @@ def start(request: RunRequest) -> Result:
             "a user's workload lives in this process, and the islands that it starts would not have it. Use --engine processes "
             "under torchrun, or leave the workload out."
         )
-    if request.run is not None:
-        check_replicated(request.run)
+    if request.run is not None and not isinstance(request.run.algorithm, AsyncAlgorithm):  # the spec refuses those
+        algorithm: Any = request.run.resolved.algorithm
+        refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), SimpleNamespace(rank=0, size=1)))
     with request.open() as task:
         if not task.finished:
             supervise(task)
         return task.reopen()
-
-
-def check_replicated(run: Run) -> None:
-    """Refuse an algorithm whose state would be lost with an island."""
-    algorithm: Any = run.resolved.algorithm
-    if not isinstance(algorithm, AsyncAlgorithm):  # the spec refuses those
-        refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), SimpleNamespace(rank=0, size=1)))
 
 
 def joining_line(address: str) -> str:

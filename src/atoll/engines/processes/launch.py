@@ -42,6 +42,8 @@ def start(request: RunRequest) -> Result | None:
         if isinstance(spec, Processes) and spec.processes not in (None, started):
             raise ConfigError(f"--processes {spec.processes}, but torchrun started {started}. Leave out --processes.")
         return run_rank(request)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+        raise ConfigError("RANK and WORLD_SIZE are set without MASTER_ADDR. Set MASTER_ADDR and MASTER_PORT too, or unset RANK.")
     if request.run is not None:
         _refuse_own_objects(request)
     with request.open() as task:

@@ -43,7 +43,7 @@ def log_line(folder: Path, text: str) -> None:
 
 
 def lock_folder(folder: Path, log: Callable[[str], object], timeout_s: float = math.inf) -> int:
-    """Waits until the hub of an earlier command has ended: until then it may write the log and a newer checkpoint. Returns a file
+    """Waits until another hub of this run has ended: until then it may write the log and a newer checkpoint. Returns a file
     that holds the lock while it is open. Raises ExchangeFailed after `timeout_s` seconds."""
     began_s, lock, logged = time.monotonic(), os.open(folder / _HUB_LOCK, os.O_WRONLY | os.O_CREAT, 0o644), False
     while True:

@@ -44,8 +44,10 @@ class SimulatorDriver(Driver[SimEngine | AsyncSimEngine]):
         self.checkpoints.save(engine.round, engine.parts(), metadata)
 
 
-def engine_of(run: Run, workload: Workload, params: Tree, evaluator: Evaluator, sink: Sink) -> SimEngine | AsyncSimEngine:
-    """The simulator for this run: with synchronous rounds, or with a hub."""
+def engine_of(
+    run: Run, workload: Workload, params: Tree, evaluator: Evaluator, sink: Sink, *, saves: bool = True
+) -> SimEngine | AsyncSimEngine:
+    """The simulator for this run: with synchronous rounds, or with a hub. Without `saves` no checkpoint is ever due."""
     loss, cluster, algorithm = loss_of(run, workload), run.effective_cluster, run.algorithm
 
     def interval(steps: int) -> int:
@@ -61,7 +63,7 @@ def engine_of(run: Run, workload: Workload, params: Tree, evaluator: Evaluator, 
         sink=sink,
         steps=run.train.steps,
         evaluate_every=interval(run.keep.evaluate_every),
-        save_every=interval(run.keep.save_every),
+        save_every=interval(run.keep.save_every) if saves else None,
         seed=run.seed,
         batched_compute=_batched_compute_of(run, workload, sink),
     )

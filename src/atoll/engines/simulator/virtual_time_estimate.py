@@ -7,7 +7,6 @@ simulator carries out the same algorithm on the same cluster, with a model that 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,10 +49,8 @@ def virtual_time(run: Run, parameters: int) -> float:
     timed = replace(run.resolved, cluster=cluster, train=train, keep=keep)
     workload, dtype = _TimedWorkload(size, timed.shards, timed.train.batch_size), dtype_of(timed)
     sink = MemorySink()
-    engine = engine_of(timed, workload, initial_weights(workload, "cpu", dtype), Evaluator(workload, "cpu", dtype), sink)
-    with closing(engine.train()) as checkpoints_due:
-        for _ in checkpoints_due:
-            pass  # a checkpoint is due at the end, and not needed
+    weights, evaluator = initial_weights(workload, "cpu", dtype), Evaluator(workload, "cpu", dtype)
+    list(engine_of(timed, workload, weights, evaluator, sink, saves=False).train())
     ends = [(event.local_updates or event.steps, event.time_s) for event in sink.of(RoundFinished)]
     (done, end_s), (half_done, half_s) = ends[-1], ends[len(ends) // 2 - 1]
     times = run.train.steps / steps
