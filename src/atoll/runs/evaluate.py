@@ -131,7 +131,9 @@ class Scorer:
         positions = getattr(getattr(module, "config", None), "max_position_embeddings", None) or _LONGEST
         self.seq_len: int = module.seq_len if isinstance(module, Decoder) else min(positions, _LONGEST)
 
-    def score(self, rows: Sequence[tuple[TokenIds, int]], progress: Callable[[Progress], object]) -> Iterator[tuple[float, int, bool]]:
+    def score(
+        self, rows: Sequence[tuple[TokenIds, int]], progress: Callable[[Progress], object]
+    ) -> Iterator[tuple[float, int, bool]]:
         """For each row its summed loss from its position on, the number of these tokens, and whether each was the likeliest."""
         size = max(1, _BATCH_TOKENS // self.seq_len)
         for start in range(0, len(rows), size):
