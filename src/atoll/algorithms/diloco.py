@@ -89,8 +89,9 @@ class DiLoCo:
         # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
         delta = prune(origin - replica.params(), self.pruned, self.pruning)
 
-        mean = await self._merge(delta, self._weight(work), peers)
-        await self._exchange_moments(replica, self._weight(work), peers)
+        weight = self._weight(work)
+        mean = await self._merge(delta, weight, peers)
+        await self._exchange_moments(replica, weight, peers)
         if not mean.heard:
             return replace(state, local=replica.params())
         if mean.weight == 0:
