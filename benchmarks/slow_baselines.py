@@ -32,14 +32,15 @@ class TorchDDP:
 
     Args:
         sharded: with torch's ZeroRedundancyOptimizer, with parameters as views of buckets, as its page recommends.
+        bucket_mib: of the buckets that are exchanged during the backward pass; None: torch's default, one of 1 and others of 25.
     """
 
     steps_per_round = exchanges_per_round = 1
 
-    def __init__(self, spec: Spec, *, sharded: bool) -> None:
+    def __init__(self, spec: Spec, *, sharded: bool, bucket_mib: int | None = None) -> None:
         workload = workload_of(spec)
         self._tokens = workload.batches.tokens_of_a_batch
-        self._model = DistributedDataParallel(WithLoss(workload.module()))
+        self._model = DistributedDataParallel(WithLoss(workload.module()), bucket_cap_mb=bucket_mib)
         self._optimizer = _sharded_adamw(self._model) if sharded else adamw(self._model)
 
     def round(self) -> None:

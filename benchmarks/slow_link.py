@@ -13,6 +13,7 @@ the crossover: at its rate two exchanges take as long as the computation of a ba
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from atoll.algorithms.ddp import DDP
 from atoll.core.errors import AtollError
 from atoll.models.gpt import GPT
 from atoll.runs.cluster import Link, all_reduce_cost
@@ -30,10 +32,11 @@ from atoll.telemetry.plot_style import save_figure
 from atoll.testing.namespaces import NetworkNamespace, linked_pair, unavailable_reason
 from progress import CellProgress
 from record import Record, benchmark_parser, open_record, script
+from slow_atoll import ALGORITHMS
 from slow_island import VOCAB, Spec, slower_median, unsteadiness
 from slow_simulator import predicted_s
 from slow_tables import figure, sections_of
-from slow_worker import METHODS, OURS
+from slow_worker import BUCKETED, METHODS, OURS
 
 WORKER = Path(__file__).resolve().parent / "slow_worker.py"
 GRACE_S = 10.0
@@ -228,9 +231,11 @@ def method_cell(islands: Sequence[NetworkNamespace], size: Size, method: str, ra
         "line": line,
         "all": found,
     }
-    if method in OURS:
+    if method in (*OURS, BUCKETED):
+        buckets = math.ceil(4 * size.params / 2**20)
+        algorithm = DDP(buckets=buckets) if method == BUCKETED else ALGORITHMS[OURS[method]](size.inner_steps)
         measured = {"step_s": cell["step_s"], "mbit_per_s": line["mbit_per_s"], "latency_s": line["latency_s"]}
-        cell["predicted_s"] = predicted_s(OURS[method], params=size.params, inner_steps=size.inner_steps, **measured)
+        cell["predicted_s"] = predicted_s(algorithm, params=size.params, **measured)
     return cell
 
 

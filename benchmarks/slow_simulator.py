@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.events import RoundFinished
+from atoll.core.protocols import Algorithm
 from atoll.runs.cluster import Cluster, Link
 from atoll.testing.simulated_runs import simulate
-from slow_atoll import ALGORITHMS
 
 ROUNDS, SETTLED = 4, 2
 """Simulated rounds, and the first in steady state: before it ACCO computes a half-batch without an exchange."""
@@ -63,9 +64,8 @@ class WeightsOnly:
         return {"loss": 0.0}
 
 
-def predicted_s(name: str, *, params: int, inner_steps: int, step_s: float, mbit_per_s: float, latency_s: float) -> float:
-    """Virtual seconds of a round of one of atoll's algorithms between two islands."""
-    algorithm = ALGORITHMS[name](inner_steps)
+def predicted_s(algorithm: Algorithm[Any], *, params: int, step_s: float, mbit_per_s: float, latency_s: float) -> float:
+    """Virtual seconds of a round of an algorithm between two islands."""
     link = Link(latency_s=latency_s, bandwidth_mbit_per_s=mbit_per_s)
     steps = ROUNDS * algorithm.steps_per_round
     cluster = Cluster(islands=2, step_time_s=(step_s,), link=link)

@@ -33,7 +33,7 @@ def sections_of(cells: Sequence[Cell], params: int, inner_steps: int) -> list[st
 
 def bytes_line(rows: Sequence[Cell]) -> str:
     """Whether atoll's algorithms send the formula's bytes."""
-    ours = [over_formula(cell) for cell in rows if "predicted_s" in cell]
+    ours = [over_formula(cell) for cell in rows if "predicted_s" in cell and cell["method"].startswith("atoll")]
     if not ours:
         return ""
     furthest = max(abs(ratio - 1) for ratio in ours)

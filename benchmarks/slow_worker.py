@@ -20,7 +20,8 @@ from slow_island import IslandGroup, Loop, Spec, step_alone
 from slow_probe import Counters, probe
 
 OURS = {f"atoll {name}": name for name in ALGORITHMS}
-METHODS = ("torch DDP", "torch DDP + ZeRO", "torchft DiLoCo", *OURS)
+BUCKETED = "torch DDP, buckets of 1 MiB"
+METHODS = ("torch DDP", BUCKETED, "torch DDP + ZeRO", "torchft DiLoCo", *OURS)
 
 
 def loop_of(method: str, spec: Spec, group: IslandGroup) -> Loop:
@@ -29,7 +30,7 @@ def loop_of(method: str, spec: Spec, group: IslandGroup) -> Loop:
         return AtollLoop(OURS[method], spec, group)
     if method == "torchft DiLoCo":
         return TorchftDiLoCo(spec, group)
-    return TorchDDP(spec, sharded=method == "torch DDP + ZeRO")
+    return TorchDDP(spec, sharded=method == "torch DDP + ZeRO", bucket_mib=1 if method == BUCKETED else None)
 
 
 def measured(spec: Spec, group: IslandGroup) -> dict[str, Any]:

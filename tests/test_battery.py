@@ -48,12 +48,16 @@ ALGORITHMS = [
     DPU(optimizer=SGD(lr=0.02), accumulation=2, clip_norm=1.0, warmup=0),
     WP(optimizer=AdamW(lr=0.1)),
     WP(optimizer=SGD(lr=0.02), wire="bf16", clip_norm=1.0, warmup=2),
+    WP(optimizer=AdamW(lr=0.1), batch="free", accumulation=2),
+    DPU(optimizer=AdamW(lr=0.1), batch="free", warmup=1),
     DiLoCo(inner_steps=1),
     DiLoCo(inner_steps=3),
     DiLoCo(inner_steps=3, outer=SGD(lr=1.0), weighting="examples"),
     DiLoCo(inner_steps=2, outer=Adam(lr=0.1, eps=0.1)),
     DiLoCo(inner_steps=2, outer=Momentum(lr=0.3, momentum=0.9), missed="agreed"),
     DiLoCo(inner_steps=2, pruned=0.25),
+    DiLoCo(inner_steps=2, merge="disjoint", weighting="examples"),
+    DiLoCo(inner_steps=2, moments="averaged"),
 ]
 
 ASYNC_ALGORITHMS = [

@@ -2,6 +2,7 @@
 
 import __future__
 
+import argparse
 import ast
 import dataclasses
 import functools
@@ -38,6 +39,7 @@ from tests.samples import SMALL as TINY
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+COVERAGE = DOCS / "coverage.md"
 PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
 SMALL = [*TINY, "train.steps=9", "train.warm_start_steps=2", "keep.evaluate_every=3", "keep.save_every=3"]
 
@@ -51,6 +53,12 @@ def shell_lines(page):
     """The command lines of a page. Lines joined by a backslash are one."""
     lines = (line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines())
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def table_commands(page):
+    """The command lines in backquotes in the tables of a page."""
+    rows = (line for line in page.read_text().splitlines() if line.startswith("| "))
+    return [command for row in rows for command in re.findall(r"`((?:atoll|python) [^`]+)`", row)]
 
 
 def first_column(page, heading):
@@ -79,7 +87,7 @@ def parsed(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(inspect_commands, name, stand_in(inspect_commands, name))
     monkeypatch.setattr(prepare_command, "prepare_data", stand_in(prepare_command, "prepare_data"))
     for command in cli.app.registered_commands:
-        if command.callback in (cli.generate, cli.export, cli.replay):
+        if command.callback in (cli.generate, cli.export, cli.replay, cli.evaluate):
             monkeypatch.setattr(command, "callback", wraps(command.callback)(stand_in(cli, command.callback.__name__)))
     monkeypatch.setattr(run_command, "compare_runs", stand_in(run_command, "compare_runs"))
     monkeypatch.setattr(elastic_launch, "join_run", stand_in(elastic_launch, "join_run"))
@@ -97,6 +105,34 @@ def parsed(monkeypatch, capsys, tmp_path):
         return calls.pop()
 
     return read
+
+
+class ArgumentsParsed(Exception):
+    """A benchmark has parsed its arguments; the test does not run the rest of it."""
+
+
+@pytest.fixture
+def parsed_benchmark(monkeypatch):
+    """Parses the command line of a benchmark with the benchmark's own parser."""
+    folder = ROOT / "benchmarks"
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser, *given):
+        parse(parser, *given)
+        raise ArgumentsParsed
+
+    def read(words):
+        assert (folder / words[0]).exists(), f"benchmarks has no {words[0]}"
+        with pytest.raises(ArgumentsParsed):
+            importlib.import_module(Path(words[0]).stem).main(words[1:])
+
+    known = set(sys.modules)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    yield read
+    for name in sys.modules.keys() - known:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
 
 
 def check_values(verb, given):
@@ -119,9 +155,9 @@ def check_values(verb, given):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_line_of_a_page_parses(page, parsed):
+def test_every_command_line_of_a_page_parses(page, parsed, parsed_benchmark):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    for line in shell_lines(page):
+    for line in [*shell_lines(page), *(table_commands(page) if page == COVERAGE else [])]:
         words = shlex.split(line, comments=True)
         program = Path(words[0]).name
         if program == "torchrun":  # the command follows torchrun's own options
@@ -129,10 +165,23 @@ def test_every_command_line_of_a_page_parses(page, parsed):
             program = words[0]
         if program == "atoll":
             check_values(*parsed(words))
+        elif program == "python" and words[1].startswith("benchmarks/"):
+            parsed_benchmark([words[1].removeprefix("benchmarks/"), *words[2:]])
         elif program == "make":
             assert set(words[1:]) <= {*targets} | {word for word in words if "=" in word}, line
         else:
             assert program in {"python", "pip", "git", "cd", "export"}, f"{page.name}: no test checks {line!r}"
+
+
+def test_every_line_of_the_coverage_has_commands_and_a_verdict_or_a_reason():
+    rows = [line.strip("| ").split(" | ") for line in COVERAGE.read_text().splitlines() if line.startswith("| ")]
+    items = [row for row in rows if len(row) == 4 and row[0] != "item"]
+    assert len(items) > 40
+    for item, _, command, measured in items:
+        assert re.fullmatch(r"`(?:atoll|python) [^`]+`(?:, `(?:atoll|python) [^`]+`)*", command), f"{item}: {command}"
+        assert re.search(r"held|did not hold|[Ww]ithin the spread|not run|[Nn]o verdict|tests?\b|input", measured), item
+        for after in re.findall(r"not run(.{0,3})", measured):
+            assert re.match(r"[:,;] \w", after), f"{item}: it does not say why it was not run"
 
 
 # ---------------------------------------------------------------------------------------------------- adding an algorithm

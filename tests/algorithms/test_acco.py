@@ -278,7 +278,7 @@ class NoRate:
     ("settings", "says"),
     [
         ({"pieces_per_half": 0}, r"pieces_per_half=0.*at least 1 micro-batch.*Use 1"),
-        ({"warmup": -1}, r"warmup=-1.*0 commits or more.*Use 0"),
+        ({"warmup": -1}, r"warmup=-1.*0 updates or more.*Use 0"),
         ({"clock": "samples", "weigh": "tokens"}, r"clock=samples.*weigh=tokens.*Use clock=commits, or weigh=batches"),
         ({"clock": "samples", "optimizer": NoRate()}, r"clock=samples sets.*NoRate has none.*Use clock=commits, or a rule"),
         ({"batch": "free", "optimizer": NoRate()}, r"clock=samples, the default for free batches.*NoRate has none"),

@@ -161,6 +161,55 @@ def test_a_single_round_of_outer_sgd_of_one_is_a_model_soup():
     assert close(soup.params, sum(lone[1:], lone[0]) / 4)
 
 
+def test_a_disjoint_merge_is_the_mean_of_the_deltas_with_the_elected_sign():
+    """By hand, weight by weight: the sign of the sum, and the mean of the deltas that have it."""
+    start, deltas = Tree.of(Regression().module()).flat, []
+    for island in range(3):
+        replica = LocalReplica(Regression(), optimizer=SGD(lr=0.3))
+        replica.train(2, Work(shard=island, start=0, schedule=0, examples=1))
+        deltas.append(start - replica.params().flat)
+    expected = []
+    for values in zip(*(delta.tolist() for delta in deltas), strict=True):
+        kept = [value for value in values if value * sum(values) > 0]
+        expected.append(sum(kept) / len(kept) if kept else 0.0)
+    assert any(min(values) < 0 < max(values) for values in zip(*(delta.tolist() for delta in deltas), strict=True))
+    algorithm = DiLoCo(inner_steps=2, outer=SGD(lr=1.0), merge="disjoint")
+    merged = simulate(algorithm, steps=2, inner=SGD(lr=0.3), cluster=Cluster(islands=3))
+    assert torch.allclose(start - merged.params.flat, torch.tensor(expected), atol=1e-6)
+
+
+def test_averaged_moments_are_the_mean_of_the_islands_moments_and_bytes_are_tripled():
+    """By hand, over three rounds: weights and both moments are averaged. Only the count of steps is each island's own."""
+    workload, rounds, steps = Regression(hidden=4), 3, 3
+    replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(4)]
+    params = Tree.of(workload.module())
+    for number in range(rounds):
+        for island, replica in enumerate(replicas):
+            replica.load(params)
+            replica.train(steps, Work(shard=island, start=number * steps, schedule=number * steps, examples=1))
+        params = sum((replica.params() for replica in replicas[1:]), replicas[0].params()) / 4
+        first, second = ([replica.moments()[kind] for replica in replicas] for kind in (0, 1))
+        means = [sum(each[1:], each[0]) / 4 for each in (first, second)]
+        for replica in replicas:
+            replica.load_moments(means)
+    options = {"workload": workload, "inner": AdamW(lr=0.01), "steps": rounds * steps}
+    own, averaged = (simulate(DiLoCo(inner_steps=3, outer=SGD(lr=1.0), moments=each), **options) for each in ("own", "averaged"))
+    assert close(averaged.params, params)
+    assert not close(own.params, params)
+    assert averaged.finished.sent_bytes_per_island == 3 * own.finished.sent_bytes_per_island
+
+
+@pytest.mark.parametrize(
+    ("inner", "times"),
+    [(SGD(lr=0.05), 1), (Nesterov(lr=0.05, momentum=0.9), 2), (AdamW(lr=0.01), 3)],
+    ids=["SGD", "Nesterov", "AdamW"],
+)
+def test_averaged_moments_send_one_tree_more_for_each_moment_that_the_inner_optimizer_has(inner, times):
+    own, averaged = (simulate(DiLoCo(inner_steps=2, moments=each), steps=4, inner=inner) for each in ("own", "averaged"))
+    assert averaged.finished.sent_bytes_per_island == times * own.finished.sent_bytes_per_island
+    assert averaged.params.equal(own.params) is (times == 1)
+
+
 def test_one_island_with_outer_sgd_is_lookahead():
     slow = Tree.of(Regression().module())
     replica = LocalReplica(Regression(), optimizer=SGD(lr=0.05))

@@ -208,13 +208,14 @@ def test_shards_with_nothing_in_them_are_refused(examples):
         ShardSampler(examples, "deficit", "last")
 
 
-def test_equal_workers_keep_their_shards_though_one_is_an_example_short():
-    """Text rarely divides evenly. Whichever worker is dispatched first in a round, no draw decides."""
-    account = shards([7686, 7686, 7686, 7685], ties="last")
-    for round in range(200):
-        for worker in [(round + number) % 4 for number in range(4)]:
-            assert account.choose(worker, lambda: pytest.fail("nothing was to be drawn")) == worker
-            account.assign(worker, 20)
+@pytest.mark.parametrize(
+    ("examples", "steps", "chances"),
+    [([5, 4, 3], [1, 0, 0], [0, 4 / 7, 3 / 7]), ([7686, 7686, 7686, 7685], [20, 20, 20, 20], [1 / 3, 1 / 3, 1 / 3, 0])],
+)
+def test_with_ties_the_chances_are_equation_two_where_shards_do_not_lag_exactly_equally(examples, steps, chances):
+    """Also those of a worker whose last shard has the chance 0, however little that shard has more than its share."""
+    last = chances.index(0)
+    assert drawn(shards(examples, ties="last", steps=steps), draws=2100, last=last) == pytest.approx(chances, abs=1e-3)
 
 
 def test_shards_that_differ_more_are_drawn_by_their_sizes_at_first():

@@ -12,6 +12,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Computed, Exchanged, RoundFailed, RoundFinished, UpdateSkipped
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
+from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Away, Cluster, Link, Lost
 from atoll.testing.conformance import digests
@@ -60,6 +61,49 @@ def test_every_batch_is_in_one_update_or_waits(kind, warmup):
     assert [gradient.weight for gradient in waiting] == [2.0] * 3
     assert done.finished.tokens + sum(gradient.tokens for gradient in waiting) == sum(event.tokens for event in done.of(Computed))
     assert done.finished.tokens == 6 * 3 * 2 * 8
+
+
+# --------------------------------------------------------------------------------------------------------------- free batches
+
+
+@each_kind
+def test_free_batches_are_fixed_ones_to_the_bit_where_an_exchange_is_shorter_than_a_batch(kind):
+    options = {"steps": 6, "workload": Regression(hidden=3), "cluster": Cluster(islands=3, link=Link(latency_s=0.01))}
+    fixed, free = (simulate(kind(optimizer=AdamW(lr=0.05), warmup=2, batch=batch), **options) for batch in ("fixed", "free"))
+    assert free.params.equal(fixed.params)
+    assert free.finished.virtual_time_s == fixed.finished.virtual_time_s
+
+
+@each_kind
+def test_with_free_batches_an_island_computes_until_its_exchange_is_over_and_the_run_ends_by_samples(kind):
+    """A batch takes 1 s and an exchange 2.5 s: every update after the first has 3 batches of each island."""
+    cluster = Cluster(islands=3, link=Link(latency_s=2.5 / 4, bandwidth_mbit_per_s=math.inf))
+    done = simulate(kind(optimizer=SGD(lr=0.02), warmup=0, batch="free"), steps=10, cluster=cluster, evaluate_every=100)
+    assert [event.steps for event in done.of(RoundFinished)] == [1, 4, 7, 10]
+    assert done.finished.tokens == 10 * 3 * 8
+    waiting = [island.state.waiting for island in done.engine.islands.values()]
+    assert [gradient.weight for gradient in waiting] == [3.0] * 3
+    assert all(ledger.computed_s == pytest.approx(ledger.present_s) for ledger in done.engine.accounting.ledgers)
+
+
+@each_kind
+def test_with_free_batches_a_faster_island_contributes_in_proportion(kind):
+    cluster = Cluster(islands=4, step_time_s=(1.0, 1.0, 1.0, 0.25), link=Link(latency_s=0.2))
+    algorithm = kind(optimizer=SGD(lr=0.01), warmup=0, batch="free")
+    done = simulate(algorithm, steps=40, cluster=cluster, evaluate_every=100)
+    counts = [sum(event.batches for event in done.of(Computed) if event.island == island) for island in range(4)]
+    assert counts[3] / counts[0] == pytest.approx(4.0, rel=0.05)
+
+
+@each_kind
+def test_free_batches_follow_the_schedule_by_samples(kind):
+    """The schedule ends after 1 nominal batch. The second update has 3, and comes after it."""
+    optimizer = SGD(lr=Cosine(lr=0.05, steps=1, floor=0.0))
+    cluster = Cluster(islands=3, link=Link(latency_s=2.5 / 4, bandwidth_mbit_per_s=math.inf))
+    one, ten = (simulate(kind(optimizer=optimizer, warmup=0, batch="free"), steps=steps, cluster=cluster) for steps in (1, 10))
+    assert not one.params.equal(Tree.of(Regression().module()))
+    assert ten.params.equal(one.params)
+    assert kind(optimizer=SGD(lr=Cosine(lr=1.0, steps=10)), batch="free").rule_at(4.7).lr == Cosine(lr=1.0, steps=10)(4)
 
 
 # ------------------------------------------------------------------------------------------------------------- what goes wrong

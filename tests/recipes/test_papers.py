@@ -29,7 +29,7 @@ def test_acco_recipes_have_the_papers_settings(name, shape, vocabulary, rate, mi
     assert (run.model.layers, run.model.width, run.model.heads) == shape
     assert run.model.heads * run.model.head_size == run.model.width
     assert run.model.num_params(vocabulary) / 1e6 == pytest.approx(millions, abs=0.05)
-    assert (run.algorithm.pieces_per_half, run.algorithm.batch, run.algorithm.warmup) == (1, "fixed", 0)
+    assert (run.algorithm.pieces_per_half, run.algorithm.batch, run.algorithm.warmup) == (1, "free", 0)
     rule = run.algorithm.optimizer
     assert (rule.lr.lr, rule.lr.warmup, rule.betas, rule.weight_decay) == (rate, 0, (0.9, 0.95), 0.1)
     assert (run.algorithm.clip_norm, run.train.precision) == (None, "all-bf16")

@@ -20,13 +20,12 @@ and an exchange m, and ZeRO-1 takes c + m: ACCO pays while the exchange is the s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from atoll.algorithms.sharded_optimizer import Sharded
+from atoll.algorithms.sharded_optimizer import Overlapped
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Gradient, Peers, PendingExchange, Replica, Rule, own, sharded, shared, whole_steps
-from atoll.optim.schedules import at
+from atoll.core.protocols import Gradient, Peers, PendingExchange, Replica, own, sharded, shared
 
 
 @dataclass(frozen=True)
@@ -55,39 +54,20 @@ class Committed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ACCO(Sharded):
+class ACCO(Overlapped):
     """Accumulate while you communicate.
 
     Args:
         pieces_per_half: micro-batches in half a batch: a batch is cut into twice as many pieces, whose gradients are added up.
-        batch: fixed: each island computes exactly one batch per commit. free: it computes until its exchange is over.
-        clock: what the learning rate follows: commits, or samples, that is, how many nominal batches were committed. The run ends
-            by the same clock. None: samples where batches are free, else commits; commits also where tokens are weighed.
-        warmup: commits at the beginning that hide nothing: a batch is computed, then exchanged, as ZeRO-1 does it.
+        batch, clock, warmup: see `Overlapped`. With a fixed batch each island computes exactly one batch per commit.
     """
 
     pieces_per_half: int = 1
-    batch: Literal["fixed", "free"] = "fixed"
-    clock: Literal["commits", "samples"] | None = None
-    warmup: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pieces_per_half < 1:
             raise ConfigError(f"pieces_per_half={self.pieces_per_half}: half a batch has at least 1 micro-batch. Use 1 or more.")
-        if self.warmup < 0:
-            raise ConfigError(f"warmup={self.warmup}: it is 0 commits or more. Use 0 to hide exchanges from the start.")
-        if self.clock == "samples" and self.weigh == "tokens":
-            raise ConfigError(
-                "clock=samples counts micro-batches, and with weigh=tokens islands exchange numbers of tokens only. "
-                "Use clock=commits, or weigh=batches."
-            )
-        if self.ticks == "samples" and self.optimizer is not None and not hasattr(self.optimizer, "lr"):
-            why = "" if self.clock else ", the default for free batches,"
-            raise ConfigError(
-                f"clock=samples{why} sets the learning rate of the optimizer, and {type(self.optimizer).__name__} has none. "
-                f"Use clock=commits, or a rule with an lr."
-            )
 
     def init(self, params: Tree, peers: Peers) -> ACCOState:
         return ACCOState(*self.cut(params, peers), steps=0.0, committed=0.0)
@@ -109,18 +89,15 @@ class ACCO(Sharded):
     async def _half(
         self, replica: Replica, peers: Peers, *, onto: Gradient | None = None, until: PendingExchange[Any] | None = None
     ) -> Gradient:
-        """Half a batch; in the free mode as much more as there is time for until the exchange is over."""
-        total = await self.add_up(replica, peers, self.pieces_per_half, pieces=self.pieces, onto=onto)
-        while self.batch == "free" and until is not None and not until.done():
-            total = await self.add_up(replica, peers, 1, pieces=self.pieces, onto=total)
-        return total
+        """Half a batch; where batches are free, as much more as there is time for until the exchange is over."""
+        return await self.accumulate(replica, peers, self.pieces_per_half, pieces=self.pieces, onto=onto, until=until)
 
     async def _estimate(self, state: ACCOState, first: Gradient, peers: Peers) -> Tree | None:
         """The weights that the first half alone would lead to; none if its gradients are of no use."""
         reduced = await self.reduce(first, peers, keep=True)  # the second half is added to it meanwhile
         if reduced is None:
             return None
-        return await peers.all_gather(self.preview(self._rule_at(state), state.params, state.optimizer, reduced))
+        return await peers.all_gather(self.preview(self.rule_at(state.steps), state.params, state.optimizer, reduced))
 
     async def _load(self, replica: Replica, estimate: PendingExchange[Tree | None]) -> None:
         """Compute at the estimate from now on, if there is one."""
@@ -133,7 +110,7 @@ class ACCO(Sharded):
         reduced = await self.reduce(both, peers)
         if reduced is None:  # the replica may hold an estimate, which nothing confirms: back to the weights before it
             return Committed(await peers.all_gather(self.on_wire(state.params)), state.params, state.optimizer, 0.0)
-        new = self.step(self._rule_at(state), state.params, state.optimizer, reduced)
+        new = self.step(self.rule_at(state.steps), state.params, state.optimizer, reduced)
         return Committed(await peers.all_gather(new.sent), new.params, new.state, reduced.weight)
 
     def _after(
@@ -141,11 +118,10 @@ class ACCO(Sharded):
     ) -> ACCOState:
         """The State after a commit."""
         replica.load(new.whole)
-        nominal = peers.size * self.pieces
         return ACCOState(
             params=new.params,
             optimizer=new.optimizer,
-            steps=state.steps + (1.0 if self.ticks == "commits" else new.weight / nominal),
+            steps=self.tick(state.steps, new.weight, peers.size * self.pieces),
             committed=state.committed + new.weight,
             first=first,
             dropped=state.dropped + (0.0 if new.weight else both.weight),
@@ -160,19 +136,3 @@ class ACCO(Sharded):
     def pieces(self) -> int:
         """Into how many a batch is cut."""
         return 2 * self.pieces_per_half
-
-    @property
-    def ticks(self) -> Literal["commits", "samples"]:
-        """The clock in use."""
-        if self.clock is not None:
-            return self.clock
-        # A commit of free batches holds more than one nominal batch: by commits, a run would read several times its samples.
-        return "samples" if self.batch == "free" and self.weigh == "batches" else "commits"
-
-    def _rule_at(self, state: ACCOState) -> Rule:
-        """The rule at this position of its schedule. Estimate and commit stand at the same. Commits the rule counts itself."""
-        if self.ticks == "commits":
-            return self.rule
-        rule: Any = self.rule
-        at_position: Rule = replace(rule, lr=at(rule.lr, whole_steps(state.steps)))
-        return at_position

@@ -58,10 +58,12 @@ class DDP(StepsOnGradients):
     """Data-parallel training."""
 
     accumulation: int = 1  # batches whose gradients an island adds up before it exchanges them
+    buckets: int = 1  # in the simulator: parts of the gradient, each of which is sent while the backward pass computes the next
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_accumulation(self.accumulation)
+        check_buckets(self.buckets)
 
     def init(self, params: Tree, peers: Peers) -> DDPState:
         return DDPState(params.wide(), self.rule.init(params.wide()))
@@ -93,6 +95,11 @@ class DDP(StepsOnGradients):
 def check_accumulation(batches: int) -> None:
     if batches < 1:
         raise ConfigError(f"accumulation={batches}: a step needs at least 1 batch. Use 1 to exchange after each.")
+
+
+def check_buckets(buckets: int) -> None:
+    if buckets < 1:
+        raise ConfigError(f"buckets={buckets}: a gradient has at least 1 bucket. Use 1 to exchange it after the backward pass.")
 
 
 def clip(gradient: Tree, norm: float | None) -> Tree:

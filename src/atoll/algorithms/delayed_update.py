@@ -15,10 +15,9 @@ beginning, when weights move most, soften it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from atoll.algorithms.sharded_optimizer import Accumulating
-from atoll.core.errors import ConfigError
+from atoll.algorithms.sharded_optimizer import Accumulating, Overlapped
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Peers, Replica, own, sharded, shared
 
@@ -29,45 +28,49 @@ class DPUState:
 
     params: Tree = sharded(donated=True)
     optimizer: Any = sharded(donated=True)
-    steps: int = shared()
+    steps: float = shared()
+    """How far the run has come: updates, or samples in units of the nominal batch."""
     waiting: Gradient | None = own(donated=True)
     """Of the batch that was computed during the last exchange."""
 
 
+class Updated(NamedTuple):
+    """The result of an update: the new weights, whole and as a slice. Of a skipped one: no whole, and a weight of 0."""
+
+    whole: Tree | None
+    params: Tree
+    optimizer: Any
+    weight: float
+
+
 @dataclass(frozen=True, kw_only=True)
-class DPU(Accumulating):
-    """Delayed parameter update."""
+class DPU(Accumulating, Overlapped):
+    """Delayed parameter update. The paper accumulates until the exchange is over: `batch="free"`."""
 
     warmup: int = 40  # updates at the beginning without delay, as ZeRO-1 does them. ZeRO-Offload's is 40
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.warmup < 0:
-            raise ConfigError(f"warmup={self.warmup}: it is 0 updates or more. Use 0 to delay all of them.")
-
     def init(self, params: Tree, peers: Peers) -> DPUState:
-        return DPUState(*self.cut(params, peers), steps=0)
+        return DPUState(*self.cut(params, peers), steps=0.0)
 
     async def round(self, state: DPUState, replica: Replica, peers: Peers) -> DPUState:
         waiting = state.waiting or await self.add_up(replica, peers, self.accumulation)
         if state.steps < self.warmup:
-            whole, params, optimizer = await self._update(state, waiting, peers)
-            fresh = None
+            new, fresh = await self._update(state, waiting, peers), None
         else:
             update = peers.background(self._update(state, waiting, peers))
-            fresh = await self.add_up(replica, peers, self.accumulation)
-            whole, params, optimizer = await update
-        if whole is not None:
-            replica.load(whole)
-        return DPUState(params, optimizer, state.steps + 1, fresh)
+            fresh = await self.accumulate(replica, peers, self.accumulation, until=update)
+            new = await update
+        if new.whole is not None:
+            replica.load(new.whole)
+        steps = self.tick(state.steps, new.weight, peers.size * self.accumulation)
+        return DPUState(new.params, new.optimizer, steps, fresh)
 
-    async def _update(self, state: DPUState, gradient: Gradient, peers: Peers) -> tuple[Tree | None, Tree, Any]:
-        """The new weights, whole and in a slice, and the optimizer's state; no whole if the update was skipped."""
+    async def _update(self, state: DPUState, gradient: Gradient, peers: Peers) -> Updated:
         reduced = await self.reduce(gradient, peers)
         if reduced is None:
-            return None, state.params, state.optimizer
-        new = self.step(self.rule, state.params, state.optimizer, reduced)
-        return await peers.all_gather(new.sent), new.params, new.state
+            return Updated(None, state.params, state.optimizer, 0.0)
+        new = self.step(self.rule_at(state.steps), state.params, state.optimizer, reduced)
+        return Updated(await peers.all_gather(new.sent), new.params, new.state, reduced.weight)
 
     def rebase(self, state: DPUState, params: Tree, peers: Peers) -> DPUState:
         return replace(state, params=self.master(params), waiting=None)

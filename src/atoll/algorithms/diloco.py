@@ -4,8 +4,8 @@ Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Mo
 
 Each round, every island starts from the shared weights and takes `inner_steps` steps on its own data. How far it moved is its
 delta. The mean of the deltas is treated as a gradient, and the outer rule takes one step along it. Islands exchange once per round,
-so they send `inner_steps` times fewer bytes than data-parallel training. The inner optimizer's moments stay with the island:
-they are never averaged, sent or reset.
+so they send `inner_steps` times fewer bytes than data-parallel training. The inner optimizer's moments stay with the island: unless
+asked otherwise, they are never averaged, sent or reset.
 
     paper   H             k            Δ       InnerOpt               OuterOpt   θ⁽ᵗ⁾           θᵢ⁽ᵗ⁾
     here    inner_steps   peers.size   delta   inside replica.train   outer      state.params   replica.params()
@@ -19,8 +19,8 @@ from typing import Any, Literal
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Peers, Replica, Rule, Work, own, shared
-from atoll.optim.prune import prune
+from atoll.core.protocols import HasMoments, Mean, Peers, Replica, Rule, Work, own, shared
+from atoll.optim.prune import agreeing, disjoint_mean, prune
 from atoll.optim.sgd import Nesterov
 
 
@@ -47,6 +47,10 @@ class DiLoCo:
             is given first (the paper's Algorithm 1, line 12, read literally), or from those it last `agreed` on.
         pruned: fraction of each delta that is set to zero before averaging, neuron by neuron.
         pruning: which values go: those against the neuron's prevailing `sign` first, or the smallest by `magnitude` alone.
+        merge: how deltas become one: their `mean`, or a `disjoint` merge, the mean of those values whose sign prevails (the paper's
+            appendix, after TIES). It sends three times the bytes: deltas, agreeing deltas, and votes.
+        moments: the inner optimizer's moments stay each island's `own`, or are `averaged` after every round (the paper's appendix:
+            no gain; with Adam it sends three times the bytes).
     """
 
     inner_steps: int
@@ -55,6 +59,8 @@ class DiLoCo:
     missed: Literal["global", "agreed"] = "global"
     pruned: float = 0.0
     pruning: Literal["sign", "magnitude"] = "sign"
+    merge: Literal["mean", "disjoint"] = "mean"
+    moments: Literal["own", "averaged"] = "own"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -83,13 +89,40 @@ class DiLoCo:
         # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
         delta = prune(origin - replica.params(), self.pruned, self.pruning)
 
-        mean = await peers.mean(delta, weight=self._weight(work), compare=True)
+        weight = self._weight(work)
+        mean = await self._merge(delta, weight, peers)
+        await self._exchange_moments(replica, weight, peers)
         if not mean.heard:
             return replace(state, local=replica.params())
         if mean.weight == 0:
             return replace(state, local=None)
         params, outer = self.outer.update(state.params, mean.value, state.outer)
         return DiLoCoState(params, outer)
+
+    async def _merge(self, delta: Tree, weight: float, peers: Peers) -> Mean:
+        if self.merge == "mean":
+            return await peers.mean(delta, weight, compare=True)
+        elected = await peers.mean(delta.copy(), weight, compare=True)
+        values, votes = agreeing(delta, elected.value)
+        mean_value, mean_votes = await peers.mean(values, weight), await peers.mean(votes, weight)
+        return elected._replace(value=disjoint_mean(mean_value.value, mean_votes.value))
+
+    async def _exchange_moments(self, replica: Replica, weight: float, peers: Peers) -> None:
+        if self.moments == "own":
+            return
+        if not isinstance(replica, HasMoments):
+            raise ConfigError(
+                "moments=averaged, but atoll cannot read this island's moments: its optimizer is yours, or its devices have an "
+                "algorithm of their own. Use moments=own."
+            )
+        means = [await peers.mean(moment, weight) for moment in replica.moments()]
+        if all(mean.heard and mean.weight for mean in means):
+            replica.load_moments([mean.value for mean in means])
+
+    @property
+    def means_per_round(self) -> int | None:
+        """How many trees a round averages; None where that depends on the inner optimizer."""
+        return None if self.moments == "averaged" else 1 if self.merge == "mean" else 3
 
     def _weight(self, work: Work) -> float:
         return float(work.examples) if self.weighting == "examples" else 1.0

@@ -8,8 +8,8 @@ when it assigns it, and takes the count back if the round ends without an update
     here    examples   steps          steps
 
 Eq. (2) gives shard i the chance max(|D_i| / sum |D| - n_i / sum n, 0). The paper leaves open what to do before the first round and
-when every shard has exactly its share: then the chances are the sizes. Where all shards that can be drawn lag equally, to within
-one step, a worker keeps its shard: shards of 7,686 and 7,685 examples count as equal, and equal workers stay on their own.
+when every shard has exactly its share: then the chances are the sizes, and sizes within 1 % of each other count as equal. Where all
+shards that can be drawn lag exactly equally, a worker keeps its shard, if it is one of them: equal workers stay on equal shards.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class ShardSampler:
     def _behind(self) -> tuple[NDArray[Any], float]:
         """How far each shard lags behind its share, and the difference below which two lag equally.
 
-        Eq. (2) times both of its sums: whole numbers, in which one step counts as much as all examples.
+        Eq. (2) times both of its sums: whole numbers, so equal means exactly equal.
         """
         fits = self._size * self._total_steps < _MOST
         sizes, steps = (self._sizes, self.steps) if fits else (self._sizes.astype(object), self.steps.astype(object))
         behind = sizes * self._total_steps - steps * self._size
         if (behind > 0).any():
-            return behind, self._size
+            return behind, 1
         return self._sizes, _SIZE_TOLERANCE * int(self._sizes.max())
 
     def _least_visited(self) -> NDArray[np.int64]:

@@ -8,16 +8,18 @@ in the replica alone, in the model's own precision, from one round to the next.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from atoll.algorithms.ddp import StepsOnGradients, check_accumulation
+from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Gradient, Peers, Replica, Rule
+from atoll.core.protocols import Gradient, Peers, PendingExchange, Replica, Rule, whole_steps
 from atoll.optim import chunked_step
 from atoll.optim.chunked_step import Stepped
+from atoll.optim.schedules import at
 
 Precision = Literal["own", "fp32", "bf16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -112,3 +114,72 @@ class Accumulating(Sharded):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_accumulation(self.accumulation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlapped(Sharded):
+    """Algorithms that compute during an exchange.
+
+    Args:
+        batch: fixed: each island computes the same number of batches per update. free: after these it computes further ones until
+            its exchange is over, so a fast island contributes more, and none is idle.
+        clock: what the learning rate follows: updates ("commits"), or samples, that is, how many nominal batches were applied. The
+            run ends by the same clock. None: samples where batches are free, else commits; commits also where tokens are weighed.
+        warmup: updates at the beginning that hide nothing: a batch is computed, then exchanged, as ZeRO-1 does it.
+    """
+
+    batch: Literal["fixed", "free"] = "fixed"
+    clock: Literal["commits", "samples"] | None = None
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup < 0:
+            raise ConfigError(f"warmup={self.warmup}: it is 0 updates or more. Use 0 to hide exchanges from the start.")
+        if self.clock == "samples" and self.weigh == "tokens":
+            raise ConfigError(
+                "clock=samples counts micro-batches, and with weigh=tokens islands exchange numbers of tokens only. "
+                "Use clock=commits, or weigh=batches."
+            )
+        if self.ticks == "samples" and self.optimizer is not None and not hasattr(self.optimizer, "lr"):
+            why = "" if self.clock else ", the default for free batches,"
+            raise ConfigError(
+                f"clock=samples{why} sets the learning rate of the optimizer, and {type(self.optimizer).__name__} has none. "
+                f"Use clock=commits, or a rule with an lr."
+            )
+
+    async def accumulate(
+        self,
+        replica: Replica,
+        peers: Peers,
+        count: int,
+        *,
+        pieces: int = 1,
+        onto: Gradient | None = None,
+        until: PendingExchange[Any] | None = None,
+    ) -> Gradient:
+        """The gradients of the next batches, or pieces of them. Free batches go on until the exchange `until` is over."""
+        total = await self.add_up(replica, peers, count, pieces=pieces, onto=onto)
+        while self.batch == "free" and until is not None and not until.done():
+            total = await self.add_up(replica, peers, 1, pieces=pieces, onto=total)
+        return total
+
+    @property
+    def ticks(self) -> Literal["commits", "samples"]:
+        """The clock in use."""
+        if self.clock is not None:
+            return self.clock
+        # An update of free batches holds more than one nominal batch: by updates, a run would read several times its samples.
+        return "samples" if self.batch == "free" and self.weigh == "batches" else "commits"
+
+    def tick(self, steps: float, weight: float, nominal: int) -> float:
+        """How far the run is after an update of this weight, where a nominal one has the weight `nominal`."""
+        return steps + (1.0 if self.ticks == "commits" else weight / nominal)
+
+    def rule_at(self, steps: float) -> Rule:
+        """The rule at this position of its schedule. Updates the rule counts itself."""
+        if self.ticks == "commits":
+            return self.rule
+        rule: Any = self.rule
+        at_position: Rule = replace(rule, lr=at(rule.lr, whole_steps(steps)))
+        return at_position

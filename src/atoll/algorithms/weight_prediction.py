@@ -18,8 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from atoll.algorithms.sharded_optimizer import Accumulating
-from atoll.core.errors import ConfigError
+from atoll.algorithms.sharded_optimizer import Accumulating, Overlapped
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Peers, Replica, own, sharded, shared
 
@@ -32,34 +31,29 @@ class WPState:
     optimizer: Any = sharded(donated=True)
     ahead: Tree = sharded()
     """This island's slice of the predicted weights, as it is sent."""
-    steps: int = shared()
+    steps: float = shared()
+    """How far the run has come: updates, or samples in units of the nominal batch."""
     waiting: Gradient | None = own(donated=True)
     """Of the batch that was computed during the last exchange."""
 
 
-class Updated(NamedTuple):
+class Predicted(NamedTuple):
     """The result of an update. `whole` are the weights to compute at; None if the update was skipped, and they are the old ones."""
 
     whole: Tree | None
     params: Tree
     optimizer: Any
     ahead: Tree
+    weight: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class WP(Accumulating):
-    """Weight prediction."""
-
-    warmup: int = 0  # updates at the beginning that hide nothing, as ZeRO-1 does them
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.warmup < 0:
-            raise ConfigError(f"warmup={self.warmup}: it is 0 updates or more. Use 0 to hide exchanges from the start.")
+class WP(Accumulating, Overlapped):
+    """Weight prediction. The paper accumulates until the exchange is over: `batch="free"`."""
 
     def init(self, params: Tree, peers: Peers) -> WPState:
         mine, optimizer = self.cut(params, peers)
-        return WPState(mine, optimizer, self._unpredicted(mine), steps=0)
+        return WPState(mine, optimizer, self._unpredicted(mine), steps=0.0)
 
     async def round(self, state: WPState, replica: Replica, peers: Peers) -> WPState:
         waiting = state.waiting or await self.add_up(replica, peers, self.accumulation)
@@ -67,23 +61,25 @@ class WP(Accumulating):
             new, fresh = await self._update(state, waiting, peers), None
         else:
             update = peers.background(self._update(state, waiting, peers))
-            fresh = await self.add_up(replica, peers, self.accumulation)
+            fresh = await self.accumulate(replica, peers, self.accumulation, until=update)
             new = await update
         if new.whole is not None:
             replica.load(new.whole)
-        return WPState(new.params, new.optimizer, new.ahead, state.steps + 1, fresh)
+        steps = self.tick(state.steps, new.weight, peers.size * self.accumulation)
+        return WPState(new.params, new.optimizer, new.ahead, steps, fresh)
 
-    async def _update(self, state: WPState, gradient: Gradient, peers: Peers) -> Updated:
+    async def _update(self, state: WPState, gradient: Gradient, peers: Peers) -> Predicted:
         reduced = await self.reduce(gradient, peers)
         if reduced is None:
-            return Updated(None, state.params, state.optimizer, state.ahead)
+            return Predicted(None, state.params, state.optimizer, state.ahead, 0.0)
+        rule = self.rule_at(state.steps)
         if state.steps < self.warmup:  # the next gradients are applied to these very weights
-            new = self.step(self.rule, state.params, state.optimizer, reduced)
+            new = self.step(rule, state.params, state.optimizer, reduced)
             ahead = new.sent
         else:
-            new = self.step(self.rule, state.params, state.optimizer, reduced, send=False)
-            ahead = self.preview(self.rule, new.params, new.state, reduced)
-        return Updated(await peers.all_gather(ahead), new.params, new.state, ahead)
+            new = self.step(rule, state.params, state.optimizer, reduced, send=False)
+            ahead = self.preview(rule, new.params, new.state, reduced)
+        return Predicted(await peers.all_gather(ahead), new.params, new.state, ahead, reduced.weight)
 
     def _unpredicted(self, params: Tree) -> Tree:
         """The weights as they are, for want of a prediction."""

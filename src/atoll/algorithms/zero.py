@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from atoll.algorithms.ddp import check_buckets
 from atoll.algorithms.sharded_optimizer import Accumulating
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Peers, Replica, sharded
@@ -37,6 +38,12 @@ class ZeRO1State:
 @dataclass(frozen=True, kw_only=True)
 class ZeRO1(Accumulating):
     """Data-parallel training with a sharded optimizer."""
+
+    buckets: int = 1  # in the simulator: parts of the gradient, each of which is reduced while the backward pass computes the next
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_buckets(self.buckets)
 
     def init(self, params: Tree, peers: Peers) -> ZeRO1State:
         return ZeRO1State(*self.cut(params, peers))

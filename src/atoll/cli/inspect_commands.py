@@ -1,4 +1,4 @@
-"""The commands that only read: recipes, show, report."""
+"""The commands that only read: recipes, show, report, evaluate."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from atoll.cli.recipe_settings import PRESETS, run_of, spec_with
 from atoll.core.config.json_records import to_json
 from atoll.core.config.list_settings import describe
 from atoll.engines.spec import EngineSettings, spec_named
+from atoll.runs.evaluate import evaluate
 from atoll.runs.folder import RunFolder
 from atoll.runs.run_settings import candidates
 from atoll.telemetry import compare as comparing
+from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.plots import write_plots
 from atoll.telemetry.report import report_sections
 from atoll.telemetry.run_progress import read_progress
@@ -71,3 +73,15 @@ def report_run(folder: Path, *, as_json: bool) -> None:
     for number, path in enumerate(write_plots(folder)):
         print(f"{'       ' if number else 'plot:  '}{path}")
     print(f"trace: {write_trace(folder, folder / 'trace.json')}")
+
+
+def evaluate_run(
+    folder: Path, on: str, *, last_word: bool, limit_bytes: int | None, device: str | None, as_json: bool, quiet: bool
+) -> None:
+    with ConsoleSink(f"evaluate {folder}", quiet) as sink:
+        found = evaluate(folder, on, last_word=last_word, limit_bytes=limit_bytes, device=device, progress=sink.emit)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    for name, value in found.to_dict().items():
+        print(f"{name.replace('_', ' ')}: {f'{value:.4f}' if isinstance(value, float) else value}")

@@ -252,6 +252,24 @@ def generate(
 
 
 @app.command()
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    on: Annotated[str, typer.Option(help="The text: stdlib, files:PATH[#field], or hf:NAME[@configuration][:split][#field].")],
+    last_word: Annotated[bool, typer.Option("--last-word", help="Score the last word of each document, as LAMBADA does.")] = False,
+    limit_bytes: Annotated[int | None, typer.Option(min=1, help="Read at most this many bytes.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Evaluate the model of a run on any text: perplexity and bits per byte, or accuracy on the last word of each document."""
+    from atoll.cli.inspect_commands import evaluate_run
+    from atoll.cli.recipe_settings import check_imported
+
+    check_imported(folder)
+    evaluate_run(folder, on, last_word=last_word, limit_bytes=limit_bytes, device=device, as_json=json, quiet=quiet)
+
+
+@app.command()
 def export(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     out: Annotated[Path, typer.Option(help="New folder for the model.")],

@@ -13,7 +13,7 @@ Implementations are final. `atoll.testing` ships the checks that each of them mu
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Generator, Iterator, Mapping
+from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -131,6 +131,17 @@ class Replica(Protocol):
             weigh: whether each batch weighs the same, or each token.
             wide: add up in single precision where the model has half.
         """
+
+
+@runtime_checkable
+class HasMoments(Protocol):
+    """A replica whose inner optimizer's moments can be exchanged."""
+
+    def moments(self) -> list[Tree]:
+        """Copies of the moments: two Trees of Adam, one of momentum, none of plain SGD or before the first step."""
+
+    def load_moments(self, moments: Sequence[Tree]) -> None:
+        """Replace the moments by these, in the order of `moments`."""
 
 
 class Mean(NamedTuple):

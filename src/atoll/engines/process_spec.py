@@ -45,6 +45,11 @@ class ProcessSpec:
         """The run with the islands that these processes make up. Its data keep the shards that it began with when another number of
         processes resumes it."""
         devices = run.cluster.devices_per_island
+        if any(getattr(algorithm, "buckets", 1) > 1 for algorithm in (run.algorithm, run.inside)):
+            raise ConfigError(
+                f"buckets with --engine {self.name}: the simulator models exchanges during the backward pass, and processes "
+                f"exchange after it. Use buckets=1."
+            )
         if processes % devices:
             raise ConfigError(
                 f"processes={processes} cannot be islands of cluster.devices_per_island={devices} devices. Use a multiple of it."

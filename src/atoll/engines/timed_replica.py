@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -47,6 +47,12 @@ class ProcessReplica:
 
     def params(self) -> Tree:
         return self._replica.borrowed()
+
+    def moments(self) -> list[Tree]:
+        return self._replica.moments()
+
+    def load_moments(self, moments: Sequence[Tree]) -> None:
+        self._replica.load_moments(moments)
 
     async def train(self, steps: int, work: Work) -> None:
         self.compute(lambda: (None, self._replica.train(steps, work)), steps, float(steps))

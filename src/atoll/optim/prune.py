@@ -1,8 +1,11 @@
-"""Pruning of deltas, neuron by neuron, after the trimming of TIES (Yadav et al., arXiv 2306.01708).
+"""Pruning and merging of deltas after TIES (Yadav et al., arXiv 2306.01708): trim, elect signs, merge disjointly.
 
 DiLoCo prunes each island's delta "per neuron", based on signs, before averaging (its Table 6), and leaves the details to TIES.
 Here a neuron is a row of a matrix, or the whole of a vector. Its prevailing sign is the one with the greater total magnitude.
 Values of the other sign go first, the smallest first, then the smallest of the prevailing sign, until the asked fraction is gone.
+
+A disjoint merge is another mean of deltas. Each weight's sign is elected: it is the sign of the deltas' sum, so that of the greater
+total magnitude. The merged value is the mean over those islands only whose delta has that sign.
 """
 
 from __future__ import annotations
@@ -29,6 +32,22 @@ def prune(delta: Tree, fraction: float, by: Literal["sign", "magnitude"] = "sign
             view.scatter_(1, _least_worth_first(view, by)[:, :gone], 0.0)
     delta.release()
     return Tree(delta.layout, out)
+
+
+def agreeing(delta: Tree, elected: Tree) -> tuple[Tree, Tree]:
+    """The values of a delta that have the elected sign, with zeros elsewhere, and a Tree that is 1 where they have it.
+
+    >>> mine, votes = agreeing(Tree.of({"w": torch.tensor([3.0, -2.0, 0.0])}), Tree.of({"w": torch.tensor([1.0, 1.0, 1.0])}))
+    >>> mine["w"], votes["w"]
+    (tensor([3., 0., 0.]), tensor([1., 0., 0.]))
+    """
+    agrees = (delta.flat * elected.flat > 0).to(delta.flat.dtype)
+    return Tree(delta.layout, torch.where(agrees > 0, delta.flat, 0.0)), Tree(delta.layout, agrees)
+
+
+def disjoint_mean(values: Tree, votes: Tree) -> Tree:
+    """The mean over the islands that agree, from the means of `agreeing`'s two Trees over all islands; 0 where no island does."""
+    return Tree(values.layout, torch.where(votes.flat > 0, values.flat / votes.flat, 0.0))
 
 
 def _rows(layout: Layout, flat: Tensor) -> list[Tensor]:

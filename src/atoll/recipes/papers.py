@@ -10,11 +10,11 @@ here it is DiLoCo's, down to the 1e-6 of the authors' notebook. The paper gives 
 take 26.6 to 29 s, so a grace of 3 s dispatches all workers together. Shards are random.
 
 ACCO, section 4 and Table 4: 8 islands, AdamW with decay 0.1 along a cosine, no warm-up of either kind, no clipping, bfloat16. On
-OpenWebText, micro-batches of 24 sequences of 1,024 tokens, one in each half of a batch. So a commit has 393,216 tokens, and 6
-billion tokens are 15,259 commits. On TinyStories the paper gives neither batch nor length: here a commit has the same number of
-tokens, in sequences of 512. The paper's models are GPT-Neo. Ours are this package's decoder at the same depth, width, heads and
-vocabulary (36.0M and 123.6M parameters): with rotary instead of learned positions, and with full attention in every layer instead
-of every other.
+OpenWebText, micro-batches of 24 sequences of 1,024 tokens, one in each half of a batch, and further ones while an exchange lasts
+(Algorithm 1). So a commit has 393,216 tokens or more, and 6 billion tokens are at most 15,259 commits. On TinyStories the paper
+gives neither batch nor length: here a commit has the same number of tokens, in sequences of 512. The paper's models are GPT-Neo.
+Ours are this package's decoder at the same depth, width, heads and vocabulary (36.0M and 123.6M parameters): with rotary instead of
+learned positions, and with full attention in every layer instead of every other.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _acco(name: str, model: GPT, *, seq_len: int, lr: float) -> Run:
         recipe=name,
         model=model,
         data=Text(corpus="stdlib", tokenizer="bytes", seq_len=seq_len, eval_batches=16),
-        algorithm=ACCO(pieces_per_half=1),
+        algorithm=ACCO(pieces_per_half=1, batch="free"),
         optimizer=AdamW(lr=Cosine(lr=lr, warmup=0, floor=0.0), betas=(0.9, 0.95), weight_decay=0.1),
         train=Train(
             steps=round(6e9 / commit_tokens),

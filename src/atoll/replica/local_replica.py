@@ -123,6 +123,23 @@ class LocalReplica:
             return self.weights.borrowed()
         return Tree.borrowed_from(self.weights.layout, lambda: self.params().flat)
 
+    def moments(self) -> list[Tree]:
+        """Copies of the inner optimizer's moments; see `protocols.HasMoments`."""
+        return [Tree(self.weights.layout, torch.cat([part.flatten() for part in parts])) for parts in self._moments()]
+
+    def load_moments(self, moments: Sequence[Tree]) -> None:
+        for parts, moment in zip(self._moments(), moments, strict=True):
+            for part, values in zip(parts, torch.split(moment.flat, [part.numel() for part in parts]), strict=True):
+                part.copy_(values.view_as(part))
+
+    def _moments(self) -> list[list[Tensor]]:
+        """Each moment as the tensors of its parameters, in the order of the layout: matrices come first in both."""
+        if self._masters is not None:
+            return [[moment] for moment in self._masters.moments() if isinstance(moment, Tensor)]
+        states = [self.optimizer.state.get(p, {}) for group in self.optimizer.param_groups for p in group["params"]]
+        kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+        return [[state[kind] for state in states] for kind in kinds if all(state.get(kind) is not None for state in states)]
+
     # ----------------------------------------------------------------------------------------------------------- training
 
     def train(self, steps: int, work: Work, after: int = 0) -> ComputeResult:

@@ -98,6 +98,11 @@ def check_two_level(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Alg
             f"inside={inner} cannot continue from weights that islands have averaged: it has no `rebase`. "
             f"Use DDP, ZeRO1, FSDP, ACCO, DPU or WP inside."
         )
+    if getattr(algorithm, "moments", "own") == "averaged":
+        raise ConfigError(
+            f"algorithm.moments=averaged with inside={inner}: the devices of an island hold its moments, as {inner} decides. Use "
+            f"moments=own, or inside=none."
+        )
     if algorithm.steps_per_round % inside.steps_per_round:
         raise ConfigError(
             f"a round between islands has {algorithm.steps_per_round} steps, which is not a multiple of the "

@@ -157,7 +157,9 @@ def check_bytes_do_not_depend_on_values(algorithm: Algorithm[Any]) -> None:
 def check_survives_losses(algorithm: Algorithm[Any]) -> None:
     """The run ends although messages are lost and islands leave and join."""
     done = simulate(algorithm, steps=_steps(algorithm, 6), cluster=_faulty_cluster())
-    assert done.finished.steps == _steps(algorithm, 6)
+    steps, free = _steps(algorithm, 6), getattr(algorithm, "batch", "fixed") == "free"
+    # A run of free batches ends with the update that reaches its samples.
+    assert done.finished.steps >= steps if free else done.finished.steps == steps
     assert any(event.donor is not None for event in done.of(IslandJoined))
 
 

@@ -39,6 +39,12 @@ class FakeReplica:
         assert self._params is not None, "load() comes first"
         return self._params.copy()
 
+    def moments(self) -> list[Tree]:
+        return []
+
+    def load_moments(self, moments: Sequence[Tree]) -> None:
+        assert not moments, "a FakeReplica has no moments"
+
     async def train(self, steps: int, work: Work) -> None:
         self.trained.append((steps, work))
         self._params = self.params() + steps * self.moves_by

@@ -23,6 +23,7 @@ ALGORITHMS = [
     DDP(optimizer=RULE, accumulation=2),
     ZeRO1(optimizer=RULE, clip_norm=0.5),
     DiLoCo(inner_steps=3),
+    DiLoCo(inner_steps=3, merge="disjoint", moments="averaged"),
     ACCO(optimizer=RULE, pieces_per_half=2),
     ACCO(optimizer=RULE, wire="bf16", sums="fp32"),
     DPU(optimizer=RULE, warmup=1),

@@ -1,7 +1,8 @@
 """Collectives between the islands of one simulated round, or between the devices of one island: results, costs and events.
 
 All members make the same calls in the same order. An exchange starts when the last member has arrived, and ends at the same moment
-for all of them.
+for all of them. An algorithm whose gradients are exchanged in buckets starts earlier: the first bucket travels while the backward
+pass computes the next. Then an exchange event covers what the backward pass does not hide.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from atoll.engines.simulator.member_work import MemberWork
 from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.runs.cluster import CONTROL_BYTES, CollectiveCost, all_gather_cost, all_reduce_cost, reduce_scatter_cost
 
+BACKWARD = 2 / 3
+"""The share of the backward pass in the time of a batch: it has twice the operations of the forward pass."""
 _CONTROL_BYTES = {"mean": 2 * CONTROL_BYTES, "reduce_scatter": 2 * CONTROL_BYTES, "total": CONTROL_BYTES, "all_gather": 0}
 """Control bytes to each peer: a weight and whether the tree is finite; a number; nothing."""
 
@@ -44,9 +47,9 @@ class SimCollectives:
     """The exchanges of one round between these islands, or between these devices of island `inside`, which always hear each
     other. Members are in rank order."""
 
-    def __init__(self, work: MemberWork, members: Sequence[int], inside: int | None = None) -> None:
+    def __init__(self, work: MemberWork, members: Sequence[int], inside: int | None = None, *, buckets: int = 1) -> None:
         cluster, between = work.cluster, inside is None
-        self.work, self.members, self.inside = work, members, inside
+        self.work, self.members, self.inside, self._buckets = work, members, inside, buckets
         self._links = [cluster.link_of(member) if between else cluster.inside for member in members]
         self._topology = cluster.topology if between else "ring"  # of means; slices always travel on a ring
         self._waiting: dict[int, tuple[str, list[Contribution]]] = {}  # operation and contributions by call
@@ -99,6 +102,8 @@ class SimCollectives:
         weight = float(len(heard)) if what == "all_gather" else float(sum(c.weight for c in heard))
         self.committed = self.committed or what == "reduce_scatter" or (weight > 0 and what != "total")
         cost, background = self._cost(what, heard), arrived[0].task.flight
+        if self._buckets > 1 and what in ("mean", "reduce_scatter") and heard:
+            cost = cost._replace(seconds=self._exposed_s(what, heard, max(arrived_s)))
         end_s = self._account(what, cost, arrived_s, weight, left_out=self.left_out, background=background)
         results = self._results(what, arrived, heard, weight, wide=option)
         if what in ("mean", "reduce_scatter"):
@@ -146,17 +151,32 @@ class SimCollectives:
         self.work.sink.emit(event)
         return event.end_s
 
-    def _cost(self, what: str, heard: Sequence[Contribution]) -> CollectiveCost:
+    def _exposed_s(self, what: str, heard: Sequence[Contribution], last_s: float) -> float:
+        """How much longer than the last member's backward pass the exchange takes, if each bucket is sent when all members have it
+        and the bucket before it is through."""
+        spans = [self.work.last_span_s[self._member(c.rank)] for c in heard]
+        bucket_s, free_s = self._cost(what, heard, self._buckets).seconds, 0.0
+        for number in range(1, self._buckets + 1):
+            left = BACKWARD * (1 - number / self._buckets)  # the share of a batch's time that follows this bucket
+            ready_s = max(end_s - left * (end_s - start_s) for start_s, end_s in spans)
+            free_s = max(free_s, ready_s) + bucket_s
+        return free_s - last_s
+
+    def _member(self, rank: int) -> tuple[int, int | None]:
+        return (self.members[rank], None) if self.inside is None else (self.inside, self.members[rank])
+
+    def _cost(self, what: str, heard: Sequence[Contribution], buckets: int = 1) -> CollectiveCost:
+        """Of the exchange, or of one of so many buckets of it."""
         if not heard:  # every island sent, and no message arrived
             return CollectiveCost(max(link.latency_s for link in self._links), [])
         links, item_bytes = [self._links[c.rank] for c in heard], heard[0].tree.flat.element_size()
         if what == "mean":
-            return all_reduce_cost(heard[0].tree.numel, item_bytes, links, self._topology)
+            return all_reduce_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links, self._topology)
         if what == "total":  # a few bytes, which count as control bytes
             cost = all_reduce_cost(len(heard), CONTROL_BYTES, links, self._topology)
             return CollectiveCost(cost.seconds, [0] * len(heard))
         if what == "reduce_scatter":
-            return reduce_scatter_cost(heard[0].tree.numel, item_bytes, links)
+            return reduce_scatter_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links)
         return all_gather_cost(sum(c.tree.numel for c in heard), item_bytes, links)
 
     def _results(

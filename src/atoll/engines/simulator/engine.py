@@ -161,7 +161,8 @@ class SimEngine(BaseSimEngine):
     def _run_round(self) -> None:
         self._cluster_state.update_membership()
         present = list(self.islands.values())
-        collectives, schedule = SimCollectives(self._work, list(self.islands)), self.steps_taken
+        buckets, schedule = getattr(self.algorithm, "buckets", 1), self.steps_taken
+        collectives = SimCollectives(self._work, list(self.islands), buckets=buckets)
         counter = MemoryCounter() if self._count_memory and is_counted(self.round) else None
         clock = VirtualClock(counter) if counter else VirtualClock()
         before, self._agreed = [island.state for island in present], None

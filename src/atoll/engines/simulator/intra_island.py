@@ -183,7 +183,9 @@ class IslandDevices(TrainingOnlyReplica):
         self._skipped_in_a_row = accounting.count_skipped(skipped, self._skipped_in_a_row, self._work.sink)
 
     def _new_collectives(self) -> SimCollectives:
-        return SimCollectives(self._work, range(self._work.devices), inside=self._island)
+        return SimCollectives(
+            self._work, range(self._work.devices), inside=self._island, buckets=getattr(self._algorithm, "buckets", 1)
+        )
 
     # -------------------------------------------------------------------------------------------------------------- saving
 

@@ -61,6 +61,7 @@ class MemberWork:
         self._make_replica, self._in_step = setup.make_replica, in_step
         self._traits: ModuleTraits | None = None
         self._readers: list[int] = []  # of the present round
+        self.last_span_s: dict[tuple[int, int | None], tuple[float, float]] = {}  # of each member: its last compute span
 
     def begin_round(self, islands: Iterable[int]) -> None:
         """A round of these islands begins."""
@@ -103,6 +104,7 @@ class MemberWork:
     def _account(self, member: SimMember, span: ComputeSpan) -> None:
         self.sink.emit(self.accounting.computed(member.id, span, device=member.device))
         member.uncommitted_tokens += span.tokens
+        self.last_span_s[member.id, member.device] = span.start_s, span.end_s
 
     def duration_s(self, island: int, span: int | str, batches: float) -> float:
         """Of an island's compute span with this number."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,12 @@ class SimReplica:
 
     def params(self) -> Tree:
         return self._replica.borrowed()
+
+    def moments(self) -> list[Tree]:
+        return self._replica.moments()
+
+    def load_moments(self, moments: Sequence[Tree]) -> None:
+        self._replica.load_moments(moments)
 
     async def train(self, steps: int, work: Work) -> None:
         await self._compute(TrainJob(self._replica, steps, work))

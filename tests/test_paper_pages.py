@@ -1,0 +1,288 @@
+"""The figures of the three papers' pages and of their coverage match the code: defaults, sizes, lengths, and records."""
+
+import dataclasses
+import math
+import re
+import shlex
+import typing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import atoll
+from atoll import recipes
+from atoll.algorithms.acco import ACCO
+from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+from atoll.algorithms.delayed_update import DPU
+from atoll.algorithms.diloco import DiLoCo
+from atoll.cli.recipe_settings import run_of
+from atoll.engines.accounting import MAX_SKIPPED
+from atoll.optim.delayed_nesterov import DelayedNesterov
+from atoll.optim.schedules import Cosine
+from atoll.runs.cluster import step_times
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+BYTES_VOCABULARY = 257  # and the id that ends a document
+
+
+def text_of(page):
+    return (ROOT / "docs" / f"{page}.md").read_text()
+
+
+def runs_of(page):
+    """The run of every `atoll run` line in the page's shell blocks."""
+    lines = (
+        line
+        for block in re.findall(r"^```sh\n(.*?)^```", text_of(page), flags=re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    )
+    return [(line, run_from(line)) for line in lines if line.startswith("atoll run ")]
+
+
+def run_from(line):
+    _, _, name, *rest = shlex.split(line, comments=True)
+    settings = [after for option, after in pairwise(rest) if option == "--set"]
+    return run_of(name, settings, None, among=[name])
+
+
+# ---------------------------------------------------------------------------------------------------------------- settings
+
+IN_WORDS = {  # defaults that a page puts into words
+    (ACCO, "optimizer"): ("the run's", None),
+    (ACCO, "clip_norm"): ("`train.clip_norm`", None),
+    (ACCO, "clock"): ("`samples` with `batch=free`, else `commits`", None),
+    (AsyncLocalSGD, "speeds"): ("the cluster's", ()),
+}
+
+
+def settings_rows(page):
+    rows = re.search(r"^\| field \| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", text_of(page), flags=re.MULTILINE)[1]
+    return [[cell.strip() for cell in row.strip("| \n").split(" | ")] for row in rows.splitlines()]
+
+
+def default_from(text):
+    text = text.strip("`")
+    if text == "required":
+        return dataclasses.MISSING
+    if text == "none":
+        return None
+    rule = re.fullmatch(r"(\w+)\((.*)\)", text)
+    if rule:
+        arguments = dict(pair.split("=") for pair in rule[2].split(", "))
+        return getattr(atoll, rule[1])(**{name: type_of(value)(value) for name, value in arguments.items()})
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def type_of(value):
+    return float if "." in value else int
+
+
+@pytest.mark.parametrize(("page", "kind"), [("diloco", DiLoCo), ("async_local_sgd", AsyncLocalSGD), ("acco", ACCO)])
+def test_settings_tables_have_the_fields_with_their_defaults_and_choices(page, kind):
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    rows = settings_rows(page)
+    assert sorted(name.strip("`") for name, *_ in rows) == sorted(fields)
+    for name, default, meaning in rows:
+        field = fields[name.strip("`")]
+        said, value = IN_WORDS.get((kind, field.name), (default, None))
+        if (kind, field.name) in IN_WORDS:
+            assert (default, field.default) == (said, value), field.name
+        else:
+            assert default_from(default) == field.default, field.name
+        for option in literals(hints[field.name]):
+            assert re.search(rf'`"?{re.escape(option)}"?`', f"{default} {meaning}"), f"{page}.md: {field.name} has {option}"
+
+
+def literals(hint):
+    """The strings that a type allows."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    return [option for part in typing.get_args(hint) for option in literals(part)]
+
+
+# ------------------------------------------------------------------------------------------------------ recipes and commands
+
+
+def batch_tokens(run):
+    return run.train.batch_size * run.data.seq_len
+
+
+def all_tokens(run):
+    return (run.train.warm_start_steps + run.train.steps * run.cluster.islands) * batch_tokens(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "width", "heads", "head_size", "millions"),
+    [("60m", 3, 896, 16, 64, 58.9), ("150m", 12, 896, 16, 64, 149.8), ("400m", 12, 1536, 12, 128, 388.9)],
+)
+def test_diloco_recipes_have_the_papers_settings(name, layers, width, heads, head_size, millions):
+    run = recipes.recipe(f"diloco-{name}").resolved
+    model = run.model
+    assert (model.layers, model.width, model.heads, model.head_size, model.vocab_size) == (layers, width, heads, head_size, 32_000)
+    assert model.num_params(32_000) / 1e6 == pytest.approx(millions, abs=0.15)
+    assert (run.train.batch_size, run.data.seq_len, run.cluster.islands) == (512, 1024, 8)
+    assert (run.train.warm_start_steps, run.train.steps, run.algorithm.inner_steps) == (24_000, 64_000, 500)
+    assert (run.algorithm.outer, run.algorithm.weighting) == (atoll.Nesterov(lr=0.7, momentum=0.9), "examples")
+    assert (run.optimizer.lr.lr, run.optimizer.lr.warmup, run.optimizer.lr.floor) == (4e-4, 1_000, 0.0)
+    assert (run.optimizer.betas, run.optimizer.eps, run.train.clip_norm) == ((0.9, 0.95), 1e-8, 1.0)
+    assert (run.optimizer.weight_decay, run.optimizer.decay) == (0.1, "matrices")
+    page = text_of("diloco")
+    assert "(1,000 steps in the paper's recipes)" in page
+    assert "`optimizer.lr.floor`, which is 0 in the paper's recipes" in page
+    assert "0.9 and 0.95, 1e-8, a norm of 1.0; weight decay on matrices only" in page
+
+
+def test_warm_starts_on_the_page_keep_the_total_up_to_whole_rounds():
+    demo = recipes.demo_diloco()
+    total = demo.train.warm_start_steps + demo.train.steps
+    assert f"up to whole rounds: {total} in the demo" in text_of("diloco")
+    warm = [(line, run) for line, run in runs_of("diloco") if "warm_start_steps" in line]
+    assert len(warm) >= 3
+    for line, run in warm:
+        wanted = 88_000 if "150m" in line else total
+        assert 0 <= run.train.warm_start_steps + run.train.steps - wanted < run.algorithm.inner_steps, line
+
+
+def test_schedules_of_the_outer_rate_last_as_long_as_the_run():
+    scheduled = [
+        run for _, run in runs_of("diloco") if isinstance(getattr(getattr(run.algorithm, "outer", None), "lr", None), Cosine)
+    ]
+    assert scheduled
+    for run in scheduled:
+        assert run.algorithm.outer.lr.steps == run.train.steps / run.algorithm.inner_steps
+        assert f"its length in outer steps: {run.algorithm.outer.lr.steps} in the demo" in text_of("diloco")
+
+
+def test_baselines_on_the_page_have_the_islands_tokens():
+    demo = recipes.demo_diloco()
+    islands = demo.cluster.islands
+    assert f"here for k = {islands}:" in text_of("diloco")
+    alone = {line: run for line, run in runs_of("diloco") if line.startswith("atoll run demo-ddp --set cluster.islands=1 ")}
+    assert len(alone) == 2
+    for line, run in alone.items():
+        assert run.train.steps * run.algorithm.accumulation == islands * demo.train.steps, line
+
+
+def test_levels_of_heterogeneity_are_those_of_the_page():
+    page = text_of("async_local_sgd")
+    very = step_times("very")
+    assert "`very` is {}, {}, {} and {} s a step".format(*very) in page
+    assert "by a power of 0,\n1/3 and 2/3" in page
+    for level, power in [("none", 0), ("slight", 1 / 3), ("moderate", 2 / 3)]:
+        times = step_times(level)
+        assert sum(1 / time for time in times) == pytest.approx(sum(1 / time for time in very))
+        assert times[3] / times[0] == pytest.approx((very[3] / very[0]) ** power)
+
+
+def test_the_asynchronous_recipes_steps_and_window_are_those_of_dynamic_local_updates():
+    run = recipes.recipe("async-20m").resolved
+    times = step_times(run.cluster.step_time_s)
+    steps = [math.floor(min(times) / time * run.algorithm.inner_steps) for time in times]
+    seconds = [count * time for count, time in zip(steps, times, strict=True)]
+    assert steps == [50, 38, 19, 8]
+    assert max(seconds) - min(seconds) < run.algorithm.grace_s
+
+
+def test_the_toy_is_that_of_the_page():
+    run = recipes.toy_async()
+    assert (run.data.classes, run.data.clusters_per_class) == (4, 8)
+    assert "classifies four mixtures of eight Gaussians" in text_of("async_local_sgd")
+    assert (run.algorithm.weight, math.sqrt(run.cluster.islands) / run.cluster.islands) == ("sqrt(k)/k", 0.5)
+    assert run.train.fresh_optimizer
+    assert run.train.peak_first
+
+
+def test_the_example_of_the_asynchronous_page_is_the_demo():
+    assert recipes.demo_async().algorithm.outer == DelayedNesterov(lr=0.8, momentum=0.7, period=4)
+
+
+def test_figures_of_the_page_about_acco_are_the_codes():
+    page = text_of("acco")
+    assert f"After {MAX_SKIPPED} skipped\nupdates in a row the run stops" in page
+    assert f"(default {DPU().warmup}, ZeRO-Offload's)" in page
+    memory = (RECORDS / "2026-11-15_memory" / "README.md").read_text()
+    measured = {
+        name: re.search(rf"^\| {name}, may fail \| 4 \|(?:[^|]*\|){{2}} ([\d.]+) ", memory, flags=re.MULTILINE)[1]
+        for name in ("ACCO", "ZeRO-1")
+    }
+    said = re.search(r"At N = 4, ([\d.]+) bytes a parameter are then measured for ACCO, and ([\d.]+) for\s+ZeRO-1", page)
+    assert said.groups() == (measured["ACCO"], measured["ZeRO-1"])
+
+
+# --------------------------------------------------------------------------------------------------------- measured figures
+
+
+@pytest.mark.parametrize("page", ["diloco", "async_local_sgd"])
+def test_ablations_have_the_size_tokens_and_bytes_of_their_command(page):
+    """The command that the page prints above its tables, against the sentence before it and against the default row."""
+    text = text_of(page)
+    run = run_from(re.search(r"^```\n(atoll run .*)\n```", text, flags=re.MULTILINE)[1]).resolved
+    params = run.model.num_params(BYTES_VOCABULARY)
+    assert f"A decoder of {params:,} parameters on {run.cluster.islands} " in text
+    assert f"{run.train.warm_start_steps} steps of warm start, then {run.train.steps} " in text
+    row = re.search(r"^\| H=20(?:, sync)? \|.*$", text, flags=re.MULTILINE)[0]
+    assert f"| {all_tokens(run) / 1e3:.0f} k |" in row
+    islands, rounds = run.cluster.islands, run.train.steps / run.algorithm.inner_steps
+    assert f"| {rounds * 2 * (islands - 1) / islands * 4 * params / 1e6:.2f} MB |" in row
+
+
+@pytest.mark.parametrize("page", ["diloco", "async_local_sgd", "acco"])
+def test_tables_between_markers_are_those_of_the_record(page):
+    text = text_of(page)
+    linked = re.findall(r"^\[The record\]\(\.\./benchmarks/records/([\w-]+)/", text, flags=re.MULTILINE)
+    ablations = {"diloco": "diloco", "async_local_sgd": "async"}
+    newest = [max(path.name for path in RECORDS.glob(f"*_{ablations[page]}_ablations"))] if page in ablations else []
+    assert linked or newest
+    for record in [*linked, *newest]:
+        rows = [line for line in (RECORDS / record / "README.md").read_text().splitlines() if line.startswith(("| ", "- **"))]
+        assert rows
+        for row in rows:
+            assert row in text, f"{page}.md lacks a line of {record}: {row}"
+
+
+def test_figures_of_the_asynchronous_demo_are_those_of_its_record():
+    record = (RECORDS / "2026-11-15_async_demo" / "README.md").read_text()
+    rows = re.findall(
+        r"^\| .* \| ([\d.]+) \[([\d.]+), ([\d.]+)\] (lower|higher) \| ([\d.]+) \|$", text_of("async_local_sgd"), flags=re.MULTILINE
+    )
+    assert len(rows) == 3
+    measured = re.findall(r"([+-][\d.]+) \[([+-][\d.]+), ([+-][\d.]+)\] \(verdict: (\w+)\), in ([\d.]+)", record)
+    for (mean, low, high, verdict, share), (*interval, found, time) in zip(rows, measured, strict=True):
+        bounds = sorted((low, high), key=float)
+        digits = len(mean.partition(".")[2])
+        assert [
+            f"{abs(float(value)):.{digits}f}" for value in (interval[0], *sorted(interval[1:], key=lambda v: abs(float(v))))
+        ] == [mean, *bounds]
+        assert (verdict, float(share)) == (found, pytest.approx(float(time), abs=0.005))
+
+
+# ---------------------------------------------------------------------------------------------------------------- coverage
+
+
+def test_tokens_and_days_of_the_papers_recipes_on_the_coverage_page():
+    page = " ".join(text_of("coverage").split())
+    tokens = {all_tokens(recipes.recipe(f"diloco-{name}")) for name in ("60m", "150m", "400m")}
+    (tokens,) = tokens
+    assert f"{tokens / 1e9:.0f} billion tokens each. On one H200" in page
+    rates = []
+    for preset in ("m60, 64 x 1024", "m150, 32 x 1024", "m400, 16 x 1024"):
+        section = (RECORDS / "2026-11-16_gpu" / "README.md").read_text().partition(f"# {preset}\n")[2]
+        rates.append(re.search(r"^\| k=8, apart \| \d+ \| ([\d.]+ [kM]) \|", section, flags=re.MULTILINE)[1])
+    assert "{}, {} and {} tokens a second".format(*rates) in page
+    days = [tokens / (float(rate[:-2]) * {"k": 1e3, "M": 1e6}[rate[-1]]) / 86_400 for rate in rates]
+    assert "that is {:.1f}, {:.1f} and {:.1f} days".format(*days) in page
+    (tokens,) = {all_tokens(recipes.recipe(f"async-{name}")) for name in ("20m", "60m", "150m")}
+    assert f"The paper's recipes have {tokens / 1e9:.1f} billion tokens each." in page
+
+
+def test_regimes_of_the_coverage_page_are_those_of_the_demo():
+    demo = recipes.demo_diloco()
+    assert f"the demo: {demo.model.num_params(BYTES_VOCABULARY):,} parameters" in text_of("coverage")
+    assert (f"{demo.cluster.islands} islands, {demo.train.steps} steps", batch_tokens(demo)) == ("4 islands, 600 steps", 4096)
+    assert "| 21k/4k |" in text_of("coverage")
