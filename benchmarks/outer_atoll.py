@@ -11,11 +11,12 @@ import torch.distributed as dist
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import recycle
-from atoll.core.protocols import Gradient, Weigh, Work
+from atoll.core.protocols import Work
 from atoll.engines.communication_thread import CommunicationThread
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.shared_and_sharded_state import donated, owned
+from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import Nesterov
@@ -34,7 +35,7 @@ PARTS = (READ, REST, EXCHANGE, UPDATE, LOAD)
 LIMIT_S = 120.0
 
 
-class Idle:
+class Idle(TrainingOnlyReplica):
     """A replica that takes no steps, so that a round is only its outer step. A protocols.Replica."""
 
     def __init__(self, replica: LocalReplica, timer: Stopwatch) -> None:
@@ -48,11 +49,6 @@ class Idle:
 
     async def train(self, steps: int, work: Work) -> None:
         pass
-
-    async def gradient(
-        self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
-    ) -> Gradient:
-        raise NotImplementedError("DiLoCo computes no gradients")
 
 
 @dataclass(frozen=True)

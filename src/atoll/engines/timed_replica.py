@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,12 +14,13 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Gradient, Replica, Task, Weigh, Work
 from atoll.engines.accounting import ComputeSpan, diverged_loss
 from atoll.engines.round_record import WallClock
-from atoll.replica.local_replica import ComputeResult, LocalReplica
+from atoll.engines.training_setup import ReplicaAccess
+from atoll.replica.local_replica import ComputeResult
 
 T = TypeVar("T")
 
 
-class ProcessReplica:
+class ProcessReplica(ReplicaAccess):
     """This process's model. A protocols.Replica.
 
     Args:
@@ -38,21 +39,9 @@ class ProcessReplica:
         where: Callable[[int], str] = lambda step: f"this island, at step {step} of the round",
         allow_nonfinite: bool = False,
     ) -> None:
-        self._replica: LocalReplica = replica
+        super().__init__(replica)
         self._clock, self._on_computed, self._pause_s = clock or WallClock(), on_computed, pause_s
         self._where, self._allow_nonfinite = where, allow_nonfinite
-
-    def load(self, params: Tree) -> None:
-        self._replica.load(params)
-
-    def params(self) -> Tree:
-        return self._replica.borrowed()
-
-    def moments(self) -> list[Tree]:
-        return self._replica.moments()
-
-    def load_moments(self, moments: Sequence[Tree]) -> None:
-        self._replica.load_moments(moments)
 
     async def train(self, steps: int, work: Work) -> None:
         self.compute(lambda: (None, self._replica.train(steps, work)), steps, float(steps))

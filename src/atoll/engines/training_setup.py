@@ -72,6 +72,25 @@ def replica_seed(run: Run, number: int) -> int:
     return run.seed * 100_003 + number
 
 
+class ReplicaAccess:
+    """The weights and moments of a replica, for an algorithm. Engines add the computing, which takes time on their clocks."""
+
+    def __init__(self, replica: LocalReplica) -> None:
+        self._replica = replica
+
+    def load(self, params: Tree) -> None:
+        self._replica.load(params)
+
+    def params(self) -> Tree:
+        return self._replica.borrowed()
+
+    def moments(self) -> list[Tree]:
+        return self._replica.moments()
+
+    def load_moments(self, moments: Sequence[Tree]) -> None:
+        self._replica.load_moments(moments)
+
+
 class TrainingOnlyReplica:
     """The Replica of an island whose devices have an algorithm of their own: it trains, and has no gradients."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
 from atoll.engines.simulator.collectives import Contribution, SimCollectives
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
+from atoll.engines.training_setup import ReplicaAccess
 from atoll.replica.local_replica import ComputeJob, GradientJob, LocalReplica, TrainJob
 
 S = TypeVar("S")
@@ -20,23 +21,12 @@ T = TypeVar("T")
 _NOTHING = Tree.of({})
 
 
-class SimReplica:
+class SimReplica(ReplicaAccess):
     """A replica whose jobs take virtual time, as `compute` decides. A protocols.Replica."""
 
     def __init__(self, replica: LocalReplica, compute: Callable[[ComputeJob], Wait]) -> None:
-        self._replica, self._compute = replica, compute
-
-    def load(self, params: Tree) -> None:
-        self._replica.load(params)
-
-    def params(self) -> Tree:
-        return self._replica.borrowed()
-
-    def moments(self) -> list[Tree]:
-        return self._replica.moments()
-
-    def load_moments(self, moments: Sequence[Tree]) -> None:
-        self._replica.load_moments(moments)
+        super().__init__(replica)
+        self._compute = compute
 
     async def train(self, steps: int, work: Work) -> None:
         await self._compute(TrainJob(self._replica, steps, work))
