@@ -137,16 +137,21 @@ def test_one_inner_step_of_sgd_and_outer_sgd_of_one_is_data_parallel_sgd():
     assert diloco.finished.sent_bytes_per_island == ddp.finished.sent_bytes_per_island
 
 
+def averaged_round(replicas, params, number, steps):
+    """By hand: every replica trains from the same weights on its own shard, and their weights are averaged."""
+    for island, replica in enumerate(replicas):
+        replica.load(params)
+        replica.train(steps, Work(shard=island, start=number * steps, schedule=number * steps, examples=1))
+    return sum((replica.params() for replica in replicas[1:]), replicas[0].params()) / len(replicas)
+
+
 def test_outer_sgd_of_one_is_federated_averaging():
     """By hand: every island from the same weights, then the mean of the weights."""
     workload, rounds, steps = Regression(hidden=4), 4, 3
     replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(4)]
     params = Tree.of(workload.module())
     for number in range(rounds):
-        for island, replica in enumerate(replicas):
-            replica.load(params)
-            replica.train(steps, Work(shard=island, start=number * steps, schedule=number * steps, examples=1))
-        params = sum((replica.params() for replica in replicas[1:]), replicas[0].params()) / 4
+        params = averaged_round(replicas, params, number, steps)
     fedavg = simulate(DiLoCo(inner_steps=steps, outer=SGD(lr=1.0)), workload=workload, inner=AdamW(lr=0.01), steps=rounds * steps)
     assert close(fedavg.params, params)
 
@@ -184,10 +189,7 @@ def test_averaged_moments_are_the_mean_of_the_islands_moments_and_bytes_are_trip
     replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(4)]
     params = Tree.of(workload.module())
     for number in range(rounds):
-        for island, replica in enumerate(replicas):
-            replica.load(params)
-            replica.train(steps, Work(shard=island, start=number * steps, schedule=number * steps, examples=1))
-        params = sum((replica.params() for replica in replicas[1:]), replicas[0].params()) / 4
+        params = averaged_round(replicas, params, number, steps)
         first, second = ([replica.moments()[kind] for replica in replicas] for kind in (0, 1))
         means = [sum(each[1:], each[0]) / 4 for each in (first, second)]
         for replica in replicas:
