@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+import atoll
+from atoll import recipes
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo, DiLoCoState
+from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.events import CaughtUp, Compared, Exchanged
 from atoll.core.flat_tree import Tree
@@ -15,6 +18,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, Lost
+from atoll.runs.run_settings import candidates
 from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
@@ -296,3 +300,15 @@ def test_deltas_are_compared_and_identical_data_gives_a_cosine_of_one():
     assert [event.cosine_mean for event in done.of(Compared)] == pytest.approx([1.0, 1.0])
     for event in done.of(Compared):
         assert event.norms == pytest.approx([event.mean_norm] * 4)
+
+
+@pytest.mark.parametrize("setting", ["algorithm.merge=disjoint", "algorithm.moments=averaged"])
+def test_elastic_runs_refuse_rounds_of_several_means(setting, tmp_path):
+    with pytest.raises(ConfigError, match=r"a commit is one mean of deltas\. Use merge=mean and moments=own"):
+        atoll.run(override(recipes.demo_diloco(), [setting]), engine=atoll.Elastic(processes=2), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_averaged_moments_are_refused_where_devices_hold_them():
+    with pytest.raises(ConfigError, match=r"algorithm.moments=averaged with inside=DDP.*Use moments=own, or inside=none"):
+        override(recipes.demo_two_level(), ["inside=DDP()", "algorithm.moments=averaged"], candidates)

@@ -120,9 +120,9 @@ class DiLoCo:
             replica.load_moments([mean.value for mean in means])
 
     @property
-    def means_per_round(self) -> int | None:
-        """How many trees a round averages; None where that depends on the inner optimizer."""
-        return None if self.moments == "averaged" else 1 if self.merge == "mean" else 3
+    def averages_once(self) -> bool:
+        """Whether a round averages one tree, the delta, as a commit of an elastic run does."""
+        return self.merge == "mean" and self.moments == "own"
 
     def _weight(self, work: Work) -> float:
         return float(work.examples) if self.weighting == "examples" else 1.0

@@ -134,8 +134,9 @@ class RunRequest(RunInputs):
             if self.run is None and not folder.finished:
                 folder.append_source("resumed", self.command)
                 write_spec(folder.path, spec)
-            if not folder.finished and spec.runs_on_ranks <= started_by_torchrun() and (notice := precision_notice(run)):
-                self.log(notice)  # not in the process that only starts ranks: rank 0 opens the folder again
+            only_starts_ranks = spec.runs_on_ranks and not started_by_torchrun()  # rank 0 opens the folder again, and logs it
+            if not folder.finished and not only_starts_ranks and (notice := precision_notice(run)):
+                self.log(notice)
             yield RunTask(run=run, spec=spec, folder=folder, **{f.name: getattr(self, f.name) for f in fields(RunInputs)})
 
     def _create(self, run: Run) -> tuple[Run, EngineSpec, RunFolder]:

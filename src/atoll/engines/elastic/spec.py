@@ -75,7 +75,7 @@ class Elastic(ProcessSpec):
                 f"cluster.devices_per_island={run.cluster.devices_per_island} with --engine elastic: an island is one process "
                 f"there. Use cluster.devices_per_island=1 and engine.devices, or --engine processes."
             )
-        if getattr(run.algorithm, "means_per_round", 1) != 1:
+        if not getattr(run.algorithm, "averages_once", True):
             raise ConfigError(
                 f"{run.algorithm} with --engine elastic: a commit is one mean of deltas. Use merge=mean and moments=own, or "
                 f"--engine processes."
