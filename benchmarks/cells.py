@@ -26,7 +26,7 @@ from atoll import recipes
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError, TrainingDiverged
-from atoll.core.events import Evaluated, Event, Progress, RoundFinished
+from atoll.core.events import Compared, Evaluated, Event, Progress, RoundFinished
 from atoll.engines import run_lifecycle
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.run_settings import Run, candidates
@@ -40,6 +40,8 @@ K = TypeVar("K", bound=Hashable)
 
 Point = tuple[float, int, float]
 """Of a curve: virtual time in seconds, local updates of all islands, validation loss."""
+Deltas = tuple[int, float, float, float | None]
+"""Of a round: its number, the mean norm of the islands' deltas, the norm of their mean, the mean cosine of all pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,8 @@ class Outcome:
     errors: tuple[str, ...] = ()
     curves: tuple[tuple[Point, ...], ...] = ()  # one per summary, if they were kept
     islands: tuple[tuple[dict[str, Any], ...], ...] = ()  # times of each island, one tuple per summary, if they were kept
+    sent: tuple[tuple[float, ...], ...] = ()  # bytes that an island had sent at each point of a curve, if they were kept
+    deltas: tuple[tuple[Deltas, ...], ...] = ()  # one per summary, if they were kept
 
     @property
     def loss(self) -> Sample | None:
@@ -169,7 +173,7 @@ def run_rows(
         record: holds the cells.
         title: of the progress display.
         quiet: show no progress.
-        curves: keep every evaluation.
+        curves: keep every evaluation, and the norms and cosines of every round.
         islands: keep the times of each island.
         processes: cells that run in parallel. On a CPU they do not change the results; on a GPU results vary as from run to run.
         until_s: start no cell after this time of the monotonic clock. Rows then have the seeds that finished.
@@ -194,7 +198,8 @@ def run_rows(
             done = _in_processes(work, processes, progress, until_s, warm)
         for key, cell in done:
             row, seed = missing[key]
-            kept = {name: value for name, value in cell.items() if {"curve": curves, "islands": islands}.get(name, True)}
+            asked = {"curve": curves, "sent": curves, "deltas": curves, "islands": islands}
+            kept = {name: value for name, value in cell.items() if asked.get(name, True)}
             made = {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **kept}
             cells[key] = record.add(key, {"key_version": KEY_VERSION, **made})
             result = f"{_name(row, seed)}: {_result_text(cell)}"
@@ -271,7 +276,8 @@ def _cell(run: Run, shared: Cache, progress: CellProgress) -> dict[str, Any]:
     del summary["run_dir"]
     if not math.isfinite(result.summary.val_loss):
         return {"error": f"the validation loss is {result.summary.val_loss}"}
-    return {"summary": summary, "curve": curve.points, "islands": times.islands()}
+    kept = {"curve": curve.points, "sent": curve.sent_bytes, "deltas": curve.deltas}
+    return {"summary": summary, **kept, "islands": times.islands()}
 
 
 def _outcome(row: Row, cells: Sequence[dict[str, Any] | None]) -> Outcome:
@@ -279,7 +285,11 @@ def _outcome(row: Row, cells: Sequence[dict[str, Any] | None]) -> Outcome:
     summaries = tuple(cell["summary"] for cell in found if "summary" in cell)
     curves = tuple(tuple((time_s, updates, loss) for time_s, updates, loss in cell["curve"]) for cell in found if "curve" in cell)
     islands = tuple(tuple(cell["islands"]) for cell in found if "islands" in cell)
-    return Outcome(row, summaries, tuple(cell["error"] for cell in found if "error" in cell), curves, islands)
+    sent = tuple(tuple(cell["sent"]) for cell in found if "sent" in cell)
+    deltas = tuple(
+        tuple((at, norm, mean, cosine) for at, norm, mean, cosine in cell["deltas"]) for cell in found if "deltas" in cell
+    )
+    return Outcome(row, summaries, tuple(cell["error"] for cell in found if "error" in cell), curves, islands, sent, deltas)
 
 
 def _result_text(cell: dict[str, Any]) -> str:
@@ -302,14 +312,19 @@ class _Steps:
 
 
 class _Curve:
-    """A sink that keeps the evaluations of a run."""
+    """A sink that keeps the evaluations of a run, and how far the islands' deltas agreed."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
+        self.sent_bytes: list[float] = []
+        self.deltas: list[Deltas] = []
 
     def emit(self, event: Event) -> None:
         if isinstance(event, Evaluated):
             self.points.append((event.time_s, event.local_updates, event.loss))
+            self.sent_bytes.append(event.sent_bytes_per_island)
+        elif isinstance(event, Compared):
+            self.deltas.append((event.round, fmean(event.norms), event.mean_norm, event.cosine_mean))
 
 
 class _Times:
