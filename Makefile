@@ -3,12 +3,13 @@
 # make test        lint, types, fast tests, links and code of the pages
 # make test-slow   fuzzers, short soaks, network namespaces
 # make docs        the docs site, in site/
+# make evidence    the papers' claims: TEXT=FOLDER with train* and valid* files of text; DEVICE=cuda for the larger workload
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test test-slow lint types docs clean
+.PHONY: install demo test test-slow lint types docs evidence clean
 
 install: $(STAMP)
 
@@ -38,6 +39,18 @@ types: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# A repeated command continues the study of the same day. RECORD=FOLDER continues another one.
+DEVICE ?= cpu
+TOKENS := prepared/evidence-$(DEVICE)
+TOKENIZER := $(if $(filter cuda,$(DEVICE)),bpe:8192,bytes)
+
+evidence: $(STAMP)
+	@test -n '$(TEXT)' || { echo 'make evidence TEXT=FOLDER: name a folder with train* and valid* files of text' >&2; exit 2; }
+	test -d $(TOKENS) || $(BIN)/atoll data prepare 'files:$(TEXT)/train*' --validation-corpus 'files:$(TEXT)/valid*' \
+		--tokenizer $(TOKENIZER) --out $(TOKENS)
+	$(BIN)/python benchmarks/paper_claims.py --text $(TOKENS) --device $(DEVICE) --processes 2 $(if $(RECORD),--record $(RECORD)) \
+		--docs docs/evidence.md --readme README.md
 
 clean:
 	rm -rf .venv build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

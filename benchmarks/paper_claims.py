@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,8 @@ from typing import Any
 import paper_claims_rows as rows_of
 from ablations import Group
 from cells import Outcome, run_rows
-from record import Record, benchmark_parser, check_texts, open_record, script
+from paper_claims_report import brief_table, report, save_plots
+from record import Record, benchmark_parser, check_texts, open_record, replace_between, script
 
 CHOICE_SEED = 100
 """Seeds of the tables are smaller."""
@@ -33,25 +35,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_texts(record, {"text": options.text})
     until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s, "warm": record.path / "warm"}
-    choices = _choose(plan, record, **how)
-    for group in rows_of.headline(plan, choices):
-        for count in range(1, len(options.seeds) + 1):  # seed by seed, so that a stopped study compares whole tables
-            _run(group, options.seeds[:count], record, **how)
+    tried, choices = _choose(plan, record, **how)
+    outcomes: dict[str, Outcome] = {}
+    for count in range(1, len(options.seeds) + 1):  # seed by seed, so that a stopped study compares whole tables
+        for group in rows_of.headline(plan, choices):
+            outcomes |= _run(group, options.seeds[:count], record, **how)
     for group in rows_of.one_seed(plan, choices):
-        _run(group, options.seeds[:1], record, **how)
+        outcomes |= _run(group, options.seeds[:1], record, **how)
+    text = json.loads((record.path / "text.json").read_text("utf-8"))["text"]
+    sections = report(plan, choices, tried, outcomes, text, len(options.seeds))
+    save_plots(plan, outcomes, record.plot, record.path / "deltas.png")
+    record.publish(
+        "The papers' claims", sections, plot="loss against tokens, virtual time and bytes", docs=(options.docs, "paper_claims")
+    )
+    if options.readme is not None:
+        replace_between(options.readme, "evidence_brief", brief_table(plan, outcomes))
 
 
-def _choose(plan: rows_of.Plan, record: Record, **how: Any) -> dict[str, rows_of.Choice]:
-    """The choice of every method whose candidates were run."""
+def _choose(plan: rows_of.Plan, record: Record, **how: Any) -> tuple[dict[str, Outcome], dict[str, rows_of.Choice]]:
+    """The outcomes of all candidates, and the choice of every method whose candidates were run."""
     first = run_rows(rows_of.choice_rows(plan, {}), [CHOICE_SEED], record, "outer rules", curves=True, **how)
     found = {method: rows_of.best(plan, first, method, None) for method in rows_of.METHODS}
     outers = {method: choice.outer for method, choice in found.items() if choice is not None}
     second = run_rows(rows_of.choice_rows(plan, outers), [CHOICE_SEED], record, "inner rates", curves=True, **how)
-    return rows_of.best_choices(plan, first | second)
+    return first | second, rows_of.best_choices(plan, first | second)
 
 
 def _run(group: Group, seeds: Sequence[int], record: Record, **how: Any) -> dict[str, Outcome]:
-    return run_rows(group.rows, seeds, record, group.title, curves=True, **how)
+    """The outcomes of the rows that have cells."""
+    found = run_rows(group.rows, seeds, record, group.title, curves=True, **how)
+    return {label: outcome for label, outcome in found.items() if outcome.summaries or outcome.errors}
 
 
 def _parser() -> Any:
@@ -61,6 +74,7 @@ def _parser() -> Any:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the headline; other rows have the first")
     parser.add_argument("--minutes", type=float, help="start no cell after this time")
     parser.add_argument("--processes", type=int, default=1, help="cells that run in parallel")
+    parser.add_argument("--readme", type=Path, help="write the headline between the markers evidence_brief of this page")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every row")
     return parser
 
