@@ -28,20 +28,19 @@ def test_every_method_chooses_on_a_seed_that_no_table_reports(b, study):
     choice = b.paper_claims.CHOICE_SEED
     plan = b.paper_claims_rows.QUICK
     tried = [cell for cell in cells(record) if cell["seed"] == choice]
-    expected = sum(
-        len(b.paper_claims_rows.outers_of(plan, method)) + len(plan.rates) - 1 for method in b.paper_claims_rows.METHODS
-    )
+    expected = sum(len(b.paper_claims_rows.outers_of(plan, method)) + len(plan.rates) - 1 for method in b.paper_claims_rows.METHODS)
     assert len(tried) == expected
     assert {cell["seed"] for cell in cells(record)} == {0, choice}
 
 
 def test_the_report_has_all_tables_and_the_page_the_headline(study):
-    command, record, page = study
+    _command, record, page = study
     readme = (record / "README.md").read_text()
     for title in ("Choices", "Does a larger batch still pay?", "Verdicts", "ACCO", "Time to a loss", "Outer rules"):
         assert f"## {title}\n" in readme
     assert "not run" not in readme.lower()
-    assert (record / "plot.png").exists() and (record / "deltas.png").exists()
+    assert (record / "plot.png").exists()
+    assert (record / "deltas.png").exists()
     assert page.read_text().count("| DiLoCo, ") == 2
     assert all({"curve", "sent", "deltas"} <= cell.keys() for cell in cells(record))
 
