@@ -121,7 +121,7 @@ FIRST_TWO_LEVEL = (*FIRST_DEMO, "train.batch_size=8", "train.warm_start_steps=45
 """The same for demo-two-level, which has twice the devices with half the batch each."""
 
 KEY_VERSION = 2
-"""Cells of earlier versions had keys that depended on the paths of modules. They are found by their recipe, settings and seed."""
+"""Cells without a version are of records up to 2026-11-17, whose settings do not name the demo's workload."""
 
 
 def key_of(run: Run) -> str:
@@ -136,18 +136,19 @@ def _short_types(node: Any) -> Any:
 
 
 def cells_by_key(record: Record) -> dict[str, dict[str, Any]]:
-    """All cells of a record that are runs, by the key that their Run has now."""
+    """All cells of a record that are runs, by the key that their Run has now. A cell is found by its recipe, settings and seed, so a
+    field that an algorithm has gained since, at its default, does not lose it."""
     cells = {}
     for cell in record.cells:
-        if cell.get("key_version") == KEY_VERSION:
-            cells[cell["key"]] = cell
-        elif "settings" in cell:
-            try:
-                demo = FIRST_TWO_LEVEL if cell["recipe"] == "demo-two-level" else FIRST_DEMO
-                base = demo if cell["recipe"].startswith("demo-") else ()
-                cells[key_of(Row(recipe=cell["recipe"], base=base, settings=tuple(cell["settings"])).run(cell["seed"]))] = cell
-            except ConfigError:  # a setting that no longer exists
-                continue
+        if "settings" not in cell:
+            continue
+        base: tuple[str, ...] = ()
+        if "key_version" not in cell and cell["recipe"].startswith("demo-"):
+            base = FIRST_TWO_LEVEL if cell["recipe"] == "demo-two-level" else FIRST_DEMO
+        try:
+            cells[key_of(Row(recipe=cell["recipe"], base=base, settings=tuple(cell["settings"])).run(cell["seed"]))] = cell
+        except ConfigError:  # a setting that no longer exists
+            continue
     return cells
 
 

@@ -30,7 +30,7 @@ import atoll
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty, free_buffer_pool
 from atoll.core.layout import Layout
-from atoll.core.protocols import Algorithm, Gradient, Mean, Scattered, Weigh, Work
+from atoll.core.protocols import Algorithm, Encoding, Gradient, Mean, Scattered, Weigh, Work
 from atoll.engines.shared_and_sharded_state import borrowed, donated, owned
 from atoll.optim.adam import AdamW
 from atoll.replica.forward_backward import Loss
@@ -240,7 +240,7 @@ class EchoPeers(ScriptedPeers):
         self._layout: Layout | None = None
         """Of the last reduce-scatter, and so of the next all-gather."""
 
-    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
         await Yield()
         return Mean(tree.claim(), weight * self.size, heard=True)
 

@@ -13,8 +13,10 @@ from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.events import CaughtUp, Compared, Exchanged
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Work
+from atoll.core.protocols import Encoding, Work
+from atoll.engines.simulator.collectives import encoded_mean, weighted_mean
 from atoll.optim.adam import AdamW
+from atoll.optim.codecs import CODECS
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, Lost
@@ -312,3 +314,64 @@ def test_elastic_runs_refuse_rounds_of_several_means(setting, tmp_path):
 def test_averaged_moments_are_refused_where_devices_hold_them():
     with pytest.raises(ConfigError, match=r"algorithm.moments=averaged with inside=DDP.*Use moments=own, or inside=none"):
         override(recipes.demo_two_level(), ["inside=DDP()", "algorithm.moments=averaged"], candidates)
+
+
+# ------------------------------------------------------------------------------------------------------------------ codecs
+
+
+def normal(seed, count=600):
+    return Tree.of({"w": torch.randn(count, generator=torch.Generator().manual_seed(seed))})
+
+
+@pytest.mark.parametrize("codec", [name for name in CODECS if name != "fp32"])
+def test_what_islands_sent_and_what_they_owe_is_all_that_they_moved(codec):
+    """The mean of what all islands owe, added to the sum of all means, is the sum of the mean deltas: nothing is lost, also not in
+    the second encoding by the owner of a slice."""
+    trees, weights = [normal(seed) for seed in range(3)], [1.0, 2.0, 0.5]
+    owed, agreed, wanted = [tree.zeros() for tree in trees], trees[0].zeros(), trees[0].zeros()
+    for round_ in range(6):
+        deltas = [normal(100 * round_ + seed) for seed in range(3)]
+        wanted.add_(weighted_mean(deltas, weights))
+        encodings = [Encoding(CODECS[codec], 10 * round_ + rank) for rank in range(3)]
+        mean, owed = encoded_mean([delta + left for delta, left in zip(deltas, owed, strict=True)], weights, encodings)
+        agreed.add_(mean)
+    assert close(agreed + weighted_mean(owed, weights), wanted, 1e-4)
+
+
+def encoded_run(codec, feedback=1.0, **more):
+    algorithm = DiLoCo(inner_steps=4, codec=codec, feedback=feedback, outer=SGD(lr=1.0), **more)
+    return simulate(algorithm, steps=16, cluster=Cluster(islands=3))
+
+
+def test_fp32_is_no_codec_and_a_codec_changes_the_bits():
+    plain = simulate(DiLoCo(inner_steps=4, outer=SGD(lr=1.0)), steps=16, cluster=Cluster(islands=3))
+    assert encoded_run("fp32").params.same_bits(plain.params)
+    assert not encoded_run("int8").params.same_bits(plain.params)
+    assert close(encoded_run("int8").params, plain.params, 0.05)
+
+
+def test_an_island_that_missed_an_exchange_keeps_what_it_owes():
+    peers = ScriptedPeers(ones(3.0), heard=False)
+    given = DiLoCoState(ones(), SGD(lr=1.0).init(ones()), unsent=ones(0.25))
+    algorithm = DiLoCo(inner_steps=1, codec="int8", outer=SGD(lr=1.0))
+    state = one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=ones(), state=given)
+    assert torch.equal(state.unsent["w"], torch.full((3,), 0.25))
+    assert torch.equal(peers.sent[0]["w"], torch.full((3,), 1.25)), "the delta and what is owed"
+
+
+def test_feedback_decides_how_much_is_sent_later():
+    given = DiLoCoState(ones(), SGD(lr=1.0).init(ones()), unsent=ones(0.5))
+    for feedback, sent in ((1.0, 1.5), (0.5, 1.25), (0.0, 1.0)):
+        peers = ScriptedPeers()
+        algorithm = DiLoCo(inner_steps=1, codec="int4", feedback=feedback, outer=SGD(lr=1.0))
+        state = one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=ones(), state=given)
+        assert torch.equal(peers.sent[0]["w"], torch.full((3,), sent))
+        assert (state.unsent is None) == (feedback == 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"feedback": 1.5}, "from 0 to 1"), ({"codec": "int4", "merge": "disjoint"}, "merge=mean")]
+)
+def test_impossible_codec_settings_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        DiLoCo(inner_steps=1, **settings)

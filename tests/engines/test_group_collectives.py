@@ -12,8 +12,10 @@ import torch.distributed as dist
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
+from atoll.core.protocols import Encoding
 from atoll.engines.group_collectives import GroupCollectives
-from atoll.engines.simulator.collectives import ordered_sum
+from atoll.engines.simulator.collectives import encoded_mean, ordered_sum
+from atoll.optim.codecs import CODECS
 from atoll.runs.cluster import CONTROL_BYTES, Link, all_reduce_cost
 from tests.process_pool import outcomes, sum_until_killed
 
@@ -51,6 +53,30 @@ def test_sums_have_the_simulators_bits_and_the_formulas_bytes_at_any_piece_size(
                 assert torch.equal(mine, expected[start:stop])
                 assert torch.equal(whole, expected)
                 assert sent_bytes == cost.sent_bytes[rank]
+
+
+def exchange_encoded(group, buffers, weights, name, chunk_bytes):
+    """The mean of encoded buffers, what this rank's encoding left out, and the payload that it sent."""
+    collectives = GroupCollectives(group, timeout_s=60.0, chunk_bytes=chunk_bytes)
+    flat = buffers[collectives.rank].clone()
+    mean = collectives.encoded_mean(flat, weights, Encoding(CODECS[name], 7 + collectives.rank))
+    return mean, flat, collectives.sent_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "fp32"])
+def test_encoded_means_have_the_simulators_bits_and_the_formulas_bytes(four, name):
+    generator = torch.Generator().manual_seed(0)
+    for size, numel, chunk_bytes in ((2, 700, 1 << 20), (3, 5, 1 << 20), (4, 5000, 1 << 20), (2, 300_000, 1 << 18)):
+        weights = [1.0, 0.3, 0.0, 0.9][:size]
+        buffers = [torch.randn(numel, generator=generator) for _ in range(size)]
+        encodings = [Encoding(CODECS[name], 7 + rank) for rank in range(size)]
+        expected, unsent = encoded_mean([Tree.of({"w": buffer}) for buffer in buffers], weights, encodings)
+        cost = all_reduce_cost(numel, 4, [Link()] * size, codec=CODECS[name])
+        results = four.run(exchange_encoded, buffers, weights, name, chunk_bytes, size=size)
+        for rank, (mean, left_out, sent_bytes) in enumerate(results):
+            assert torch.equal(mean, expected.flat)
+            assert torch.equal(left_out, unsent[rank].flat)
+            assert sent_bytes == cost.sent_bytes[rank]
 
 
 def products_of_slices(group, chunk_bytes):

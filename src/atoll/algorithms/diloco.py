@@ -19,7 +19,8 @@ from typing import Any, Literal
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import HasMoments, Mean, Peers, Replica, Rule, Work, own, shared
+from atoll.core.protocols import Encoding, HasMoments, Mean, Peers, Replica, Rule, Work, own, shared
+from atoll.optim.codecs import CodecName, check_feedback, encoding_of
 from atoll.optim.prune import agreeing, disjoint_mean, prune
 from atoll.optim.sgd import Nesterov
 
@@ -32,6 +33,8 @@ class DiLoCoState:
     outer: Any = shared(donated=True)
     local: Tree | None = own()
     """This island's own weights, if it missed the last exchange: its next round starts from them."""
+    unsent: Tree | None = own(donated=True)
+    """What the codec has left out of this island's deltas so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,9 @@ class DiLoCo:
             appendix, after TIES). It sends three times the bytes: deltas, agreeing deltas, and votes.
         moments: the inner optimizer's moments stay each island's `own`, or are `averaged` after every round (the paper's appendix:
             no gain; with Adam it sends three times the bytes).
+        codec: how deltas travel: as `fp32`, or in the short forms of `atoll.optim.codecs`.
+        feedback: how much of what the codec left out is added to the island's next delta: 1 all of it, 0 none. With topk, outer SGD
+            and 0.95 this is SparseLoCo (arXiv 2508.15706), whose error buffer takes the place of the outer momentum.
     """
 
     inner_steps: int
@@ -61,6 +67,8 @@ class DiLoCo:
     pruning: Literal["sign", "magnitude"] = "sign"
     merge: Literal["mean", "disjoint"] = "mean"
     moments: Literal["own", "averaged"] = "own"
+    codec: CodecName = "fp32"
+    feedback: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -70,6 +78,11 @@ class DiLoCo:
             )
         if not 0 <= self.pruned < 1:
             raise ConfigError(f"pruned={self.pruned} is outside [0, 1): a delta must keep something. Use 0 to prune nothing.")
+        check_feedback(self.feedback)
+        if self.codec != "fp32" and self.merge != "mean":
+            raise ConfigError(
+                f"codec={self.codec} with merge={self.merge}: votes and elected values travel as fp32. Use merge=mean."
+            )
 
     @property
     def steps_per_round(self) -> int:
@@ -88,20 +101,22 @@ class DiLoCo:
         origin = state.params if self.missed == "global" else last_agreed
         # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
         delta = prune(origin - replica.params(), self.pruned, self.pruning)
+        if state.unsent is not None:
+            delta.add_(state.unsent, self.feedback)
 
         weight = self._weight(work)
-        mean = await self._merge(delta, weight, peers)
+        mean = await self._merge(delta, weight, peers, encoding_of(self.codec, work, peers))
         await self._exchange_moments(replica, weight, peers)
         if not mean.heard:
             return replace(state, local=replica.params())
         if mean.weight == 0:
             return replace(state, local=None)
         params, outer = self.outer.update(state.params, mean.value, state.outer)
-        return DiLoCoState(params, outer)
+        return DiLoCoState(params, outer, unsent=mean.unsent if self.feedback else None)
 
-    async def _merge(self, delta: Tree, weight: float, peers: Peers) -> Mean:
+    async def _merge(self, delta: Tree, weight: float, peers: Peers, encoding: Encoding | None) -> Mean:
         if self.merge == "mean":
-            return await peers.mean(delta, weight, compare=True)
+            return await peers.mean(delta, weight, compare=True, encoding=encoding)
         elected = await peers.mean(delta.copy(), weight, compare=True)
         values, votes = agreeing(delta, elected.value)
         mean_value, mean_votes = await peers.mean(values, weight), await peers.mean(votes, weight)

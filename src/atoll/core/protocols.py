@@ -16,7 +16,7 @@ import math
 from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -144,6 +144,32 @@ class HasMoments(Protocol):
         """Replace the moments by these, in the order of `moments`."""
 
 
+class Codec(Protocol):
+    """A short form of fp32 values, for an exchange. `atoll.optim.codecs` has them."""
+
+    gathers: ClassVar[bool]
+    """Whether islands gather each other's encoded values instead of reducing them slice by slice."""
+
+    def nbytes(self, numel: int) -> int:
+        """Encoded size of this many values."""
+
+    def encode(self, values: torch.Tensor, seed: int = 0) -> torch.Tensor:
+        """The bytes of a flat fp32 tensor. The seed is that of stochastic rounding."""
+
+    def decode(self, data: torch.Tensor, numel: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The fp32 values that these bytes stand for, in `out` if it is given. Raises ValueError for bytes of another number."""
+
+    def unsent(self, values: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """The values minus what their bytes stand for, computed in `values`."""
+
+
+class Encoding(NamedTuple):
+    """How an island's tree is encoded in one exchange."""
+
+    codec: Codec
+    seed: int  # of this island in this exchange; the same on every engine
+
+
 class Mean(NamedTuple):
     """The result of a mean over islands."""
 
@@ -151,6 +177,7 @@ class Mean(NamedTuple):
     weight: float  # the sum of the weights that arrived; at 0 nothing did, and `value` is zero
     heard: bool  # whether this island took part; if not, the others continued without it, and it must not use `value`
     finite: bool = True  # whether every island's tree was
+    unsent: Tree | None = None  # with an encoding: what the codec left out, for this island to add to its next tree
 
 
 class Scattered(NamedTuple):
@@ -187,8 +214,13 @@ class Peers(Protocol):
         """The next work for this island: `steps` positions of the schedule and `batches` (else `steps`) of the data, counted in
         pieces where batches are cut."""
 
-    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
-        """The weighted mean of every island's tree, which is donated. With `compare` the engine reports norms and cosines."""
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
+        """The weighted mean of every island's tree, which is donated. With `compare` the engine reports norms and cosines.
+
+        With an encoding, trees travel encoded. The owner of a slice decodes every island's, its own too, adds them in rank order,
+        and encodes the result once, so all islands read the same bits. The owner's `unsent` has the error of this second encoding,
+        divided by its share of the weight.
+        """
 
     async def reduce_scatter(
         self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None

@@ -21,8 +21,10 @@ from torch import Tensor
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
+from atoll.core.protocols import Codec, Encoding
 from atoll.engines.liveness import FailureAttribution
 from atoll.engines.point_to_point import BatchTransport, Group, PeerUnreachable, transport_for
+from atoll.optim.codecs import WINDOW
 from atoll.runs.cluster import CONTROL_BYTES
 
 CHUNK_BYTES = 1 << 20
@@ -174,6 +176,127 @@ class GroupCollectives:
         self._pipeline(steps())
         self.sent_bytes += (flat.numel() - mine.numel()) * flat.element_size()
         return total
+
+    def encoded_mean(
+        self,
+        flat: Tensor,
+        weights: Sequence[float],
+        encoding: Encoding,
+        *,
+        inner_products: Tensor | None = None,
+        on_received: Callable[[int, Tensor], object] | None = None,
+    ) -> Tensor:
+        """The weighted mean of all ranks' fp32 buffers, which travel encoded. `flat` then holds what the encoding left out of this
+        rank's buffer. The weights have a sum above 0. `on_received` is shown each encoded chunk of another rank."""
+        codec, seed = encoding
+        if codec.gathers:
+            return self._gathered_mean(flat, weights, encoding, inner_products=inner_products, on_received=on_received)
+        mean, total = torch.empty_like(flat), float(sum(weights))
+        chunks = [self._encoded_chunks(*shard_range(flat.numel(), rank, self.size)) for rank in range(self.size)]
+        encoded: list[Tensor] = []
+
+        def encode(start: int, stop: int) -> Tensor:
+            data = codec.encode(flat[start:stop], seed + start)
+            if weights[self.rank]:  # else nothing of this buffer is in the mean
+                codec.unsent(flat[start:stop], data)
+            return data
+
+        def scatter() -> Iterator[Callable[[], None]]:
+            for number in range(max(map(len, chunks))):
+                sends = {rank: encode(*chunks[rank][number]) for rank in self._others() if number < len(chunks[rank])}
+                self.sent_bytes += sum(data.numel() for data in sends.values())
+                if number >= len(chunks[self.rank]):
+                    yield self._post(sends, {})
+                    continue
+                start, stop = chunks[self.rank][number]
+                received = {
+                    rank: torch.empty(codec.nbytes(stop - start), dtype=torch.uint8, device=flat.device) for rank in self._others()
+                }
+                yield partial(add, self._post(sends, received), received, start, stop)
+
+        def add(wait: Callable[[], None], received: Mapping[int, Tensor], start: int, stop: int) -> None:
+            wait()
+            part = mean[start:stop]
+            self._add_decoded(codec, {**received, self.rank: encode(start, stop)}, weights, part, inner_products, on_received)
+            encoded.append(codec.encode(part, seed + flat.numel() + start))
+            error = part.clone()
+            codec.decode(encoded[-1], stop - start, out=part)
+            if weights[self.rank]:  # the owner feeds the error of the second encoding back with its next buffer
+                flat[start:stop].add_(error.sub_(part), alpha=total / weights[self.rank])
+
+        def gather() -> Iterator[Callable[[], None]]:
+            for number in range(max(map(len, chunks))):
+                mine = encoded[number] if number < len(encoded) else None
+                sends = dict.fromkeys(self._others(), mine) if mine is not None else {}
+                self.sent_bytes += 0 if mine is None else mine.numel() * (self.size - 1)
+                spans = {rank: chunks[rank][number] for rank in self._others() if number < len(chunks[rank])}
+                received = {
+                    rank: torch.empty(codec.nbytes(stop - start), dtype=torch.uint8, device=flat.device)
+                    for rank, (start, stop) in spans.items()
+                }
+                yield partial(read, self._post(sends, received), received, spans)
+
+        def read(wait: Callable[[], None], received: Mapping[int, Tensor], spans: Mapping[int, tuple[int, int]]) -> None:
+            wait()
+            for rank, (start, stop) in spans.items():
+                codec.decode(received[rank], stop - start, out=mean[start:stop])
+
+        self._pipeline(scatter())
+        self._pipeline(gather())
+        return mean
+
+    def _gathered_mean(
+        self,
+        flat: Tensor,
+        weights: Sequence[float],
+        encoding: Encoding,
+        *,
+        inner_products: Tensor | None,
+        on_received: Callable[[int, Tensor], object] | None,
+    ) -> Tensor:
+        """`encoded_mean` with a codec whose values are gathered: every rank adds all of them itself."""
+        codec, seed = encoding
+        mean = torch.empty_like(flat)
+
+        def steps() -> Iterator[Callable[[], None]]:
+            for start, stop in self._encoded_chunks(0, flat.numel()):
+                own = codec.encode(flat[start:stop], seed + start)
+                if weights[self.rank]:
+                    codec.unsent(flat[start:stop], own)
+                received = {rank: torch.empty_like(own) for rank in self._others()}
+                self.sent_bytes += own.numel() * (self.size - 1)
+                yield partial(add, self._post(dict.fromkeys(received, own), received), {**received, self.rank: own}, start, stop)
+
+        def add(wait: Callable[[], None], encoded: Mapping[int, Tensor], start: int, stop: int) -> None:
+            wait()
+            self._add_decoded(codec, encoded, weights, mean[start:stop], inner_products, on_received)
+
+        self._pipeline(steps())
+        return mean
+
+    def _add_decoded(
+        self,
+        codec: Codec,
+        encoded: Mapping[int, Tensor],
+        weights: Sequence[float],
+        out: Tensor,
+        inner_products: Tensor | None,
+        on_received: Callable[[int, Tensor], object] | None,
+    ) -> None:
+        """The weighted mean of encoded chunks, by rank."""
+        for rank, data in encoded.items() if on_received is not None else ():
+            if rank != self.rank and on_received is not None:
+                on_received(rank, data)
+        terms = [codec.decode(encoded[rank], out.numel()) for rank in range(self.size)]
+        if inner_products is not None:
+            _add_inner_products(terms, inner_products)
+        weighted_sum(terms, weights, out)
+        out /= float(sum(weights))
+
+    def _encoded_chunks(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Chunks of whole windows, so that their bytes do not depend on where a slice is cut."""
+        length = max(1, self._chunk_bytes // (4 * WINDOW)) * WINDOW
+        return [(at, min(at + length, stop)) for at in range(start, stop, length)]
 
     def all_gather(self, whole: Tensor) -> None:
         """Fill in the other ranks' slices of a buffer that holds this rank's own."""

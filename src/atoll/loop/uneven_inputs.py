@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
-from atoll.core.protocols import Mean, Scattered, Work
+from atoll.core.protocols import Encoding, Mean, Scattered, Work
 from atoll.engines.communication_thread import BackgroundTask, CommunicationThread
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout, FailureAttribution
@@ -123,13 +123,13 @@ class UnevenPeers(ProcessPeers):
         self.launched = False
         self.results.clear()
 
-    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
         self._update_status()
         share = self._replica.take_share()
         # A gradient algorithm can skip an update. A non-finite delta would end in the weights of all islands.
         if self._replica.stepped_by == "user" and not await self._guard.accepts(tree):
             tree, share = tree.zeros(), 0.0
-        return await super().mean(tree, weight * share, compare=compare)
+        return await super().mean(tree, weight * share, compare=compare, encoding=encoding)
 
     async def reduce_scatter(
         self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None

@@ -28,6 +28,7 @@ tensor(True)
 
 from __future__ import annotations
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -36,11 +37,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from atoll.core.errors import ConfigError
+from atoll.core.protocols import Codec, Encoding, Peers, Work
+
 BLOCK = 256
 """Values that share a scale."""
 CHUNK, KEPT = 4096, 64
 """Of every chunk of values `TopK` keeps this many."""
-_WINDOW = 1 << 16
+WINDOW = 1 << 16
 """Values that are encoded at a time: their temporaries stay in cache. A multiple of every unit."""
 _SCALE_BYTES = 2
 _INDEX_BITS = 12
@@ -49,7 +53,7 @@ assert 1 << _INDEX_BITS == CHUNK
 CodecName = Literal["fp32", "bf16", "bf16-stochastic", "int8", "int4", "fp4", "int2", "topk"]
 
 
-class Codec(ABC):
+class _WindowedCodec(ABC):
     """Encodes fp32 values. Subclasses encode one window of whole units."""
 
     unit: ClassVar[int] = BLOCK
@@ -71,8 +75,8 @@ class Codec(ABC):
         assert values.dtype == torch.float32, values.dtype
         assert values.dim() == 1, values.shape
         out = torch.empty(self.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
-        for at in range(0, values.numel(), _WINDOW):
-            window = values[at : at + _WINDOW]
+        for at in range(0, values.numel(), WINDOW):
+            window = values[at : at + WINDOW]
             self._encode(self._padded(window), out[self.nbytes(at) : self.nbytes(at + window.numel())], seed + at)
         return out
 
@@ -87,8 +91,8 @@ class Codec(ABC):
                 f"{data.numel()} values of {data.dtype} encode no {numel} values with {self}: those have {self.nbytes(numel)} bytes"
             )
         out = torch.empty(numel, dtype=torch.float32, device=data.device) if out is None else out
-        for at in range(0, numel, _WINDOW):
-            window = out[at : at + _WINDOW]
+        for at in range(0, numel, WINDOW):
+            window = out[at : at + WINDOW]
             part = data[self.nbytes(at) : self.nbytes(at + window.numel())]
             whole = window if window.numel() % self.unit == 0 else torch.empty(self._up(window.numel()), device=data.device)
             self._decode(part, whole)
@@ -98,8 +102,8 @@ class Codec(ABC):
 
     def unsent(self, values: Tensor, data: Tensor) -> Tensor:
         """What the encoded form leaves out of these values: their error, to be added to the next ones. Computed in `values`."""
-        for at in range(0, values.numel(), _WINDOW):
-            window = values[at : at + _WINDOW]
+        for at in range(0, values.numel(), WINDOW):
+            window = values[at : at + WINDOW]
             window -= self.decode(data[self.nbytes(at) : self.nbytes(at + window.numel())], window.numel())
         return values
 
@@ -119,7 +123,7 @@ class Codec(ABC):
 
 
 @dataclass(frozen=True)
-class BFloat16(Codec):
+class BFloat16(_WindowedCodec):
     """The upper half of each value's bits. Stochastic: the lower half is the probability to round away from zero, so that the mean
     of many roundings is the value."""
 
@@ -146,7 +150,7 @@ class BFloat16(Codec):
 
 
 @dataclass(frozen=True)
-class Int(Codec):
+class Int(_WindowedCodec):
     """Even steps from minus to plus a block's largest magnitude, of 8 or 4 bits."""
 
     bits: Literal[8, 4] = 8
@@ -184,7 +188,7 @@ class Int(Codec):
 
 
 @dataclass(frozen=True)
-class E3M0(Codec):
+class E3M0(_WindowedCodec):
     """4 bits: a sign and an exponent of 3 bits, no mantissa (Streaming DiLoCo). Magnitudes are rounded to the nearest power of two
     on a logarithmic scale. Those below 1/64 of the block's largest magnitude, rounded so, become 0."""
 
@@ -220,7 +224,7 @@ _POWERS = torch.cat([_POWERS, -_POWERS])
 
 
 @dataclass(frozen=True)
-class Int2(Codec):
+class Int2(_WindowedCodec):
     """2 bits: a sign, and whether a magnitude exceeds the block's mean. It becomes the mean of the magnitudes on its side
     (a statistical quantiser: steps of even width would leave most values at 0)."""
 
@@ -242,7 +246,7 @@ class Int2(Codec):
 
 
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(_WindowedCodec):
     """The largest magnitudes of every chunk, with 12 bits for the place of each and 2 bits for its value, as in `Int2`.
 
     Islands gather all encoded values: the sum of sparse values is less sparse. So the bytes that an island receives grow with the
@@ -285,6 +289,23 @@ CODECS: dict[CodecName, Codec | None] = {
     "topk": TopK(),
 }
 """By the name that a setting has. fp32 is no codec: values travel as they are."""
+
+
+def encoding_of(name: CodecName, work: Work, peers: Peers) -> Encoding | None:
+    """How this island's tree is encoded in the exchange after this work; None: it travels as it is. The seed depends on the
+    position on the schedule and on the rank, and on nothing that differs between engines."""
+    codec = CODECS[name]
+    if codec is None:
+        return None
+    drawn = hashlib.blake2b(f"{work.schedule} {peers.rank}".encode(), digest_size=7).digest()
+    return Encoding(codec, int.from_bytes(drawn, "little"))
+
+
+def check_feedback(feedback: float) -> None:
+    if not 0 <= feedback <= 1:
+        raise ConfigError(
+            f"feedback={feedback}: it is the share of what a codec left out that is sent later, from 0 to 1. Use 1 to lose nothing."
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------------- bits

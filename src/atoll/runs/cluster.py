@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, TypeVar
 from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError
 from atoll.core.layout import shard_range
+from atoll.core.protocols import Codec
 
 CollectiveTopology = Literal["ring", "star"]
 CONTROL_BYTES = 8
@@ -329,35 +330,50 @@ def transfer_s(num_bytes: float, sender: Link, receiver: Link) -> float:
     return max(sender.latency_s, receiver.latency_s) + num_bytes / min(sender.up_bytes_per_s, receiver.down_bytes_per_s)
 
 
-def all_reduce_cost(numel: int, item_bytes: int, links: Sequence[Link], topology: CollectiveTopology = "ring") -> CollectiveCost:
+def all_reduce_cost(
+    numel: int, item_bytes: int, links: Sequence[Link], topology: CollectiveTopology = "ring", codec: Codec | None = None
+) -> CollectiveCost:
     """In a ring: a reduce-scatter and an all-gather. Over a star: each island uploads to a server of unlimited bandwidth, then
-    downloads."""
+    downloads. Encoded values that islands gather travel whole from each to every other."""
+    others = len(links) - 1
+    if codec is not None and codec.gathers:
+        whole = codec.nbytes(numel)
+        seconds = _ring_s(whole, links) if topology == "ring" else _star_s(whole, others * whole, links)
+        return CollectiveCost(seconds, [whole * (others if topology == "ring" else min(1, others))] * len(links))
     if topology == "ring":
-        scatter, gather = reduce_scatter_cost(numel, item_bytes, links), all_gather_cost(numel, item_bytes, links)
+        scatter, gather = reduce_scatter_cost(numel, item_bytes, links, codec), all_gather_cost(numel, item_bytes, links, codec)
         sent = [one + two for one, two in zip(scatter.sent_bytes, gather.sent_bytes, strict=True)]
         return CollectiveCost(scatter.seconds + gather.seconds, sent)
-    if len(links) == 1:
-        return CollectiveCost(0.0, [0])
-    num_bytes = numel * item_bytes
-    up_s = max(link.latency_s + num_bytes / link.up_bytes_per_s for link in links)
-    down_s = max(link.latency_s + num_bytes / link.down_bytes_per_s for link in links)
-    return CollectiveCost(up_s + down_s, [num_bytes] * len(links))
+    num_bytes = _wire_bytes(numel, item_bytes, codec)
+    return CollectiveCost(_star_s(num_bytes, num_bytes, links), [num_bytes * min(1, others)] * len(links))
 
 
-def reduce_scatter_cost(numel: int, item_bytes: int, links: Sequence[Link]) -> CollectiveCost:
+def reduce_scatter_cost(numel: int, item_bytes: int, links: Sequence[Link], codec: Codec | None = None) -> CollectiveCost:
     """Each participant sends every shard but its own."""
-    shards = _shard_sizes(numel, len(links))
-    return CollectiveCost(_ring_s(max(shards) * item_bytes, links), [(numel - shard) * item_bytes for shard in shards])
+    shards = _shard_bytes(numel, item_bytes, len(links), codec)
+    return CollectiveCost(_ring_s(max(shards), links), [sum(shards) - shard for shard in shards])
 
 
-def all_gather_cost(numel: int, item_bytes: int, links: Sequence[Link]) -> CollectiveCost:
+def all_gather_cost(numel: int, item_bytes: int, links: Sequence[Link], codec: Codec | None = None) -> CollectiveCost:
     """Each participant sends its shard to all others."""
-    shards = _shard_sizes(numel, len(links))
-    return CollectiveCost(_ring_s(max(shards) * item_bytes, links), [shard * item_bytes * (len(links) - 1) for shard in shards])
+    shards = _shard_bytes(numel, item_bytes, len(links), codec)
+    return CollectiveCost(_ring_s(max(shards), links), [shard * (len(links) - 1) for shard in shards])
 
 
-def _shard_sizes(numel: int, size: int) -> list[int]:
-    return [stop - start for start, stop in (shard_range(numel, rank, size) for rank in range(size))]
+def _shard_bytes(numel: int, item_bytes: int, size: int, codec: Codec | None) -> list[int]:
+    ranges = (shard_range(numel, rank, size) for rank in range(size))
+    return [_wire_bytes(stop - start, item_bytes, codec) for start, stop in ranges]
+
+
+def _wire_bytes(numel: int, item_bytes: int, codec: Codec | None) -> int:
+    return numel * item_bytes if codec is None else codec.nbytes(numel)
+
+
+def _star_s(up_bytes: int, down_bytes: int, links: Sequence[Link]) -> float:
+    if len(links) == 1:
+        return 0.0
+    up_s = max(link.latency_s + up_bytes / link.up_bytes_per_s for link in links)
+    return up_s + max(link.latency_s + down_bytes / link.down_bytes_per_s for link in links)
 
 
 def _ring_s(shard_bytes: int, links: Sequence[Link]) -> float:

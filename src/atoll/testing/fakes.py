@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Algorithm, Gradient, Mean, Scattered, Task, Weigh, Work
-from atoll.engines.simulator.collectives import ordered_sum, weighted_mean
+from atoll.core.protocols import Algorithm, Encoding, Gradient, Mean, Scattered, Task, Weigh, Work
+from atoll.engines.simulator.collectives import encoded_mean, ordered_sum, weighted_mean
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -80,13 +80,16 @@ class ScriptedPeers:
         self._batches += steps if batches is None else batches
         return work
 
-    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
         self.sent.append(tree.claim())
         self.weights.append(weight)
         trees, weights = [self.sent[-1], *self._others], [weight, *self._their_weights]
         if not self._heard:
             trees, weights = trees[1:], weights[1:]
         total = sum(weights)
+        if encoding is not None and total:
+            value, unsent = encoded_mean(trees, weights, [encoding] * len(trees))
+            return Mean(value, total, self._heard, True, unsent[0] if self._heard else None)
         return Mean(weighted_mean(trees, weights) if total else self.sent[-1].zeros(), total, self._heard)
 
     async def reduce_scatter(

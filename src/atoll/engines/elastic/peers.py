@@ -10,7 +10,7 @@ import torch
 
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
+from atoll.core.protocols import Encoding, Gradient, Mean, Scattered, Weigh, Work
 from atoll.engines.communication_thread import BackgroundTask, CommunicationThread, Request
 from atoll.engines.elastic.aggregation import Proposal
 from atoll.engines.elastic.commit import Commit, CommitProtocol
@@ -58,9 +58,11 @@ class ElasticPeers:
             )
         return self._work
 
-    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
         if self._proposal is None or self.commit is not None:
             raise ConfigError("a second mean in one round: with --engine elastic a round has one exchange, which commits it.")
+        if encoding is not None:
+            _refuse("a codec")
         own_weight = weight if self._unit is not None else 0.0
         proposal = replace(self._proposal, tree=tree, weight=own_weight, compare=compare, arrived_s=self._clock.now_s())
         self.commit = await Request(lambda: self._commit(proposal))

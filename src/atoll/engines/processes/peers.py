@@ -13,7 +13,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout
 from atoll.core.nested_trees import recycle
-from atoll.core.protocols import Mean, Scattered, Work
+from atoll.core.protocols import Encoding, Mean, Scattered, Work
 from atoll.engines.communication_thread import BackgroundTask, CommunicationThread, Request
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout
@@ -77,22 +77,27 @@ class ProcessPeers:
 
     # ----------------------------------------------------------------------------------------------------------- exchanges
 
-    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
-        return await self._exchange("mean", lambda: self._mean(tree, weight, compare))
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
+        return await self._exchange("mean", lambda: self._mean(tree, weight, compare, encoding))
 
-    def _mean(self, tree: Tree, weight: float, compare: bool) -> ExchangeOutcome[Mean]:
+    def _mean(self, tree: Tree, weight: float, compare: bool, encoding: Encoding | None) -> ExchangeOutcome[Mean]:
         weights, nonfinite = self._gather_weights(weight, tree)
         total = float(sum(weights))
         if total == 0:
             return Mean(tree.zeros(), 0.0, True, not nonfinite), 0.0, nonfinite
-        whole = tree.claim()
+        whole, unsent = tree.claim(torch.float32 if encoding is not None else None), None
         products = torch.zeros(self.size, self.size, dtype=torch.float64) if compare and self._on_similarity is not None else None
-        self._group.reduce_scatter(whole.flat, weights, inner_products=products, divide_by=total)
-        self._group.all_gather(whole.flat)
+        if encoding is not None:
+            mean = self._group.encoded_mean(whole.flat, weights, encoding, inner_products=products)
+            whole, unsent = Tree(whole.layout, mean), whole
+            self.results.append(unsent)
+        else:
+            self._group.reduce_scatter(whole.flat, weights, inner_products=products, divide_by=total)
+            self._group.all_gather(whole.flat)
         self.results.append(whole)
         if products is not None and self._on_similarity is not None:
             self._on_similarity(DeltaSimilarity(products.tolist(), weights))
-        return Mean(whole, total, True, not nonfinite), total, nonfinite
+        return Mean(whole, total, True, not nonfinite, unsent), total, nonfinite
 
     async def reduce_scatter(
         self, tree: Tree, weight: float = 1.0, *, wide: bool = False, wire: torch.dtype | None = None

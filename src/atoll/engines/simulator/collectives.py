@@ -11,11 +11,14 @@ import math
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
+import torch
+
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite, products
+from atoll.core.layout import shard_range
 from atoll.core.nested_trees import memory_of
-from atoll.core.protocols import Mean, Scattered
+from atoll.core.protocols import Encoding, Mean, Scattered
 from atoll.engines.simulator.member_work import MemberWork
 from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.runs.cluster import CONTROL_BYTES, CollectiveCost, all_gather_cost, all_reduce_cost, reduce_scatter_cost
@@ -41,6 +44,7 @@ class Contribution(NamedTuple):
     task: ClockTask
     tree: Tree
     weight: float
+    encoding: Encoding | None = None
 
 
 class SimCollectives:
@@ -101,6 +105,8 @@ class SimCollectives:
             raise RoundAborted(what, missing, max(arrived_s) + max(link.latency_s for link in self._links))
         weight = float(len(heard)) if what == "all_gather" else float(sum(c.weight for c in heard))
         self.committed = self.committed or what == "reduce_scatter" or (weight > 0 and what != "total")
+        if len({one.encoding.codec if one.encoding is not None else None for one in arrived}) > 1:
+            raise ExchangeFailed(f"in round {self.round} islands call {what} with different codecs. Use one codec for all.")
         cost, background = self._cost(what, heard), arrived[0].task.flight
         if self._buckets > 1 and what in ("mean", "reduce_scatter") and heard:
             cost = cost._replace(seconds=self._exposed_s(what, heard, max(arrived_s)))
@@ -171,7 +177,8 @@ class SimCollectives:
             return CollectiveCost(max(link.latency_s for link in self._links), [])
         links, item_bytes = [self._links[c.rank] for c in heard], heard[0].tree.flat.element_size()
         if what == "mean":
-            return all_reduce_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links, self._topology)
+            codec = heard[0].encoding.codec if heard[0].encoding is not None else None
+            return all_reduce_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links, self._topology, codec)
         if what == "total":  # a few bytes, which count as control bytes
             cost = all_reduce_cost(len(heard), CONTROL_BYTES, links, self._topology)
             return CollectiveCost(cost.seconds, [0] * len(heard))
@@ -185,10 +192,18 @@ class SimCollectives:
         """The result of the exchange, by rank."""
         trees = [c.tree for c in heard]
         if what == "mean":
-            value = weighted_mean(trees, [c.weight for c in heard]) if weight > 0 else arrived[0].tree.zeros()
+            finite, unsent = all_finite(trees), dict[int, Tree]()
+            encodings = [c.encoding for c in heard if c.encoding is not None]
+            if not weight > 0:
+                value = arrived[0].tree.zeros()
+            elif encodings:
+                value, errors = encoded_mean(trees, [c.weight for c in heard], encodings)
+                unsent = {c.rank: error for c, error in zip(heard, errors, strict=True)}
+            else:
+                value = weighted_mean(trees, [c.weight for c in heard])
             self.results.append(value)
-            ranks, finite = {c.rank for c in heard}, all_finite(trees)
-            return {c.rank: Mean(value, weight, c.rank in ranks, finite) for c in arrived}
+            ranks = {c.rank for c in heard}
+            return {c.rank: Mean(value, weight, c.rank in ranks, finite, unsent.get(c.rank)) for c in arrived}
         if what == "total":
             return {c.rank: weight for c in arrived}
         if what == "all_gather":
@@ -227,3 +242,28 @@ def _joined(shards: Sequence[Tree], results: list[Tree]) -> Tree:
 
 def weighted_mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
     return ordered_sum(trees, weights).div_(sum(weights))
+
+
+def encoded_mean(trees: Sequence[Tree], weights: Sequence[float], encodings: Sequence[Encoding]) -> tuple[Tree, list[Tree]]:
+    """The mean of encoded trees, with the bits of `GroupCollectives.encoded_mean`, and what each tree's encoding left out. The
+    weights have a sum above 0."""
+    total, size, numel = sum(weights), len(trees), trees[0].numel
+    ranges = [(0, numel)] if encodings[0].codec.gathers else [shard_range(numel, rank, size) for rank in range(size)]
+    unsent, read = [tree.copy(torch.float32) for tree in trees], []
+    for tree, (codec, seed), weight in zip(unsent, encodings, weights, strict=True):
+        seen = tree.zeros()
+        for start, stop in ranges:
+            data = codec.encode(tree.flat[start:stop], seed + start)
+            codec.decode(data, stop - start, out=seen.flat[start:stop])
+        read.append(seen)
+        if weight:  # else nothing of this tree is in the mean
+            tree.add_(seen, -1)
+    mean = weighted_mean(read, weights)
+    for (start, stop), (codec, seed), weight, tree in zip(ranges, encodings, weights, unsent, strict=False):
+        if not codec.gathers:
+            part = mean.flat[start:stop]
+            data, error = codec.encode(part, seed + numel + start), part.clone()
+            codec.decode(data, stop - start, out=part)
+            if weight:
+                tree.flat[start:stop].add_(error.sub_(part), alpha=total / weight)
+    return mean, unsent

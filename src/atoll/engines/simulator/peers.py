@@ -10,7 +10,7 @@ import torch
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Gradient, Mean, Scattered, Weigh, Work
+from atoll.core.protocols import Encoding, Gradient, Mean, Scattered, Weigh, Work
 from atoll.engines.simulator.collectives import Contribution, SimCollectives
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.engines.training_setup import ReplicaAccess
@@ -92,8 +92,8 @@ class SimPeers:
             self._schedule += steps
         return self._collectives.work.assign(island, device, steps if batches is None else batches, pieces, schedule)
 
-    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Mean:
-        mean: Mean = await self._exchange("mean", tree, weight, compare)
+    async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
+        mean: Mean = await self._exchange("mean", tree, weight, compare, encoding)
         return mean
 
     async def reduce_scatter(
@@ -136,7 +136,7 @@ class SimPeers:
                 f"{self._name} leaves round {self._collectives.round} with a background exchange open. Await it within the round."
             )
 
-    def _exchange(self, what: str, tree: Tree, weight: float = 1.0, option: bool = False) -> Wait:
+    def _exchange(self, what: str, tree: Tree, weight: float = 1.0, option: bool = False, encoding: Encoding | None = None) -> Wait:
         call = next(self._calls)
 
         def start(task: ClockTask) -> None:
@@ -145,6 +145,6 @@ class SimPeers:
                     f"{self._name} calls {what} while its background exchange is open: the two would overtake each other. Await "
                     f"the background exchange first, or exchange within it."
                 )
-            self._collectives.contribute(call, what, Contribution(self.rank, task, tree, weight), option)
+            self._collectives.contribute(call, what, Contribution(self.rank, task, tree, weight, encoding), option)
 
         return Wait(start)

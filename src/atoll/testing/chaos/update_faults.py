@@ -38,8 +38,8 @@ class UpdateCorrupter:
         """The algorithm with peers that average a corrupted tree."""
 
         async def round(state: Any, replica: Replica, peers: Peers) -> Any:
-            async def mean(tree: Tree, weight: float = 1.0, *, compare: bool = False) -> Any:
-                return await peers.mean(self.corrupt(tree), weight, compare=compare)
+            async def mean(tree: Tree, weight: float = 1.0, **how: Any) -> Any:
+                return await peers.mean(self.corrupt(tree), weight, **how)
 
             corrupted: Any = _Wrapper(peers, mean=mean)
             return await algorithm.round(state, replica, corrupted)
