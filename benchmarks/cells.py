@@ -136,8 +136,8 @@ def _short_types(node: Any) -> Any:
 
 
 def cells_by_key(record: Record) -> dict[str, dict[str, Any]]:
-    """All cells of a record that are runs, by the key that their Run has now. A cell is found by its recipe, settings and seed, so a
-    field that an algorithm has gained since, at its default, does not lose it."""
+    """All cells of a record that are runs, by the key that their Run has now. A cell is found by its recipe, settings and seed:
+    a field that an algorithm has gained since, at its default, does not lose it."""
     cells = {}
     for cell in record.cells:
         if "settings" not in cell:

@@ -38,7 +38,8 @@ def test_a_row_has_the_seeds_before_the_first_missing_one(b, small, tmp_path):
     """Rows are compared seed by seed: a gap would shift the later seeds."""
     row, record = b.cells.Row(recipe="demo-ddp", base=tuple(small)), b.record.Record(tmp_path)
     for seed in (0, 2):
-        record.add(b.cells.key_of(row.run(seed)), {"key_version": b.cells.KEY_VERSION, "summary": {"val_loss": float(seed)}})
+        cell = {"key_version": b.cells.KEY_VERSION, "recipe": row.recipe, "settings": small, "seed": seed}
+        record.add(b.cells.key_of(row.run(seed)), {**cell, "summary": {"val_loss": float(seed)}})
     found = b.cells.run_rows({"row": row}, [0, 1, 2], record, "", quiet=True, until_s=0.0)
     assert found["row"].loss.values == (0.0,)
 
