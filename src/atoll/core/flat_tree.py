@@ -335,6 +335,29 @@ class Tree(Mapping[str, Tensor]):
         """This rank's shard, sharing memory with the whole."""
         return self.slice(*shard_range(self.numel, rank, size))
 
+    def select(self, ranges: Sequence[tuple[int, int]]) -> Tree:
+        """The pieces in these ranges of the buffer: borrowed if there is one range, else a copy."""
+        parts = [self.slice(start, stop) for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else Tree.join(parts)
+
+    def paste_(self, part: Tree) -> Tree:
+        """Write the pieces of a part into this buffer."""
+        index, offsets, at = self.layout.index, self.layout.offsets, 0
+        runs: list[tuple[int, int]] = []  # where pieces that lie side by side in both buffers begin here, and how long they are
+        for piece in part.layout.pieces:
+            whole = index[piece.name]
+            start = offsets[piece.name] + piece.start - whole.start
+            assert whole.start <= piece.start, piece.name
+            assert piece.start + piece.count <= whole.start + whole.count, piece.name
+            if runs and sum(runs[-1]) == start:
+                runs[-1] = runs[-1][0], runs[-1][1] + piece.count
+            else:
+                runs.append((start, piece.count))
+        for start, count in runs:
+            self.flat[start : start + count].copy_(part.flat[at : at + count])
+            at += count
+        return self
+
     @staticmethod
     def join(shards: Sequence[Tree]) -> Tree:
         """The whole Tree of these shards, in rank order."""

@@ -111,7 +111,7 @@ class Replica(Protocol):
     """This island's copy of the model, with its inner optimizer. Behind this interface is ordinary, fast PyTorch."""
 
     def load(self, params: Tree) -> None:
-        """Load these weights. The inner optimizer's state stays as it is."""
+        """Load these weights: the whole model, or some pieces of it. The inner optimizer's state stays as it is."""
 
     def params(self) -> Tree:
         """The present weights, borrowed: they can be read until the replica computes or loads again. The engine copies those that a
@@ -242,8 +242,9 @@ class Peers(Protocol):
         """The sum of every island's number, such as the square of a norm of which each holds a part."""
 
     def background(self, coroutine: Coroutine[Any, Any, T], /) -> PendingExchange[T]:
-        """Run a coroutine that exchanges while this island computes. It runs up to its first exchange at once. An island has one
-        background exchange at a time, and starts no other exchange before it has awaited it."""
+        """Run a coroutine that exchanges while this island computes. It runs up to its first exchange at once. Several may be under
+        way: they share the link one after the other, in the order in which they were started. Until all of them are over, an island
+        exchanges in the background only."""
 
     async def catch_up(self, state: S) -> S:
         """Fetch the shared fields, if this island missed an exchange and can be reached now; else `state` itself."""

@@ -68,6 +68,8 @@ class LoopReplica:
     # ------------------------------------------------------------------------------------------------ called by the algorithm
 
     def load(self, params: Tree) -> None:
+        if params.layout != self._weights.layout:
+            params = self._present().paste_(params)
         if not self._skip_load:
             self._weights.write(params)
         self._skip_load = False

@@ -27,6 +27,7 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.protocols import Algorithm, AsyncAlgorithm
@@ -35,7 +36,7 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.delayed_nesterov import DelayedNesterov
 from atoll.optim.schedules import Cosine
-from atoll.optim.sgd import Nesterov
+from atoll.optim.sgd import SGD, Nesterov
 from atoll.runs.cluster import Cluster, Link, step_times
 from atoll.runs.run_settings import Keep, Run, Train
 
@@ -74,6 +75,16 @@ def demo_diloco() -> Run:
     """DiLoCo: islands train alone for 20 steps, then average."""
     # At the learning rate that is best for DDP, the paper's momentum of 0.9 overshoots; see docs/log.md.
     return _demo("demo-diloco", DiLoCo(inner_steps=20, outer=Nesterov(lr=0.8, momentum=0.7)))
+
+
+def demo_streaming() -> Run:
+    """Streaming DiLoCo: four fragments, each agreed on every 20 steps while islands train on."""
+    return _demo("demo-streaming", Streaming(inner_steps=20, fragments=4, overlap=2, outer=Nesterov(lr=0.8, momentum=0.7)))
+
+
+def demo_sparseloco() -> Run:
+    """SparseLoCo: DiLoCo that sends the largest 1.6 % of its deltas in 2 bits, and keeps the rest for later rounds."""
+    return _demo("demo-sparseloco", DiLoCo(inner_steps=20, outer=SGD(lr=1.0), codec="topk", feedback=0.95))
 
 
 def demo_two_level() -> Run:

@@ -52,10 +52,12 @@ class FlatModule:
         self._groups = tuple([nn.Parameter(part)] if len(part) else [] for part in parts)
 
     def load(self, params: Tree) -> None:
-        """Writes these weights into the module."""
+        """Writes these weights into the module, all of them or some pieces."""
         self._check()
-        assert params.layout == self.layout, "these weights have another model's layout"
-        self._params.copy_(params.flat)
+        if params.layout == self.layout:
+            self._params.copy_(params.flat)
+        else:
+            Tree(self.layout, self._params).paste_(params)
 
     def borrowed(self) -> Tree:
         """The module's weights, borrowed: they change with it."""

@@ -104,7 +104,9 @@ class LocalReplica:
         self._random = torch.Generator().manual_seed(seed).get_state()
 
     def load(self, params: Tree) -> None:
-        """Loads weights and keeps the optimizer's state."""
+        """Loads weights, all of them or some pieces, and keeps the optimizer's state."""
+        if self._unrounded is not None and params.layout != self.weights.layout:
+            params = self._unrounded.copy().paste_(params)
         self.weights.load(params)
         if self._masters is not None:
             self._masters.load(params)

@@ -59,8 +59,8 @@ class MasterWeights:
         self._state: Any = rule.init(self._params)
 
     def load(self, params: Tree) -> None:
-        """Replaces the weights and keeps the moments."""
-        self._params.flat.copy_(params.flat)
+        """Replaces the weights, all of them or some pieces, and keeps the moments."""
+        self._params.paste_(params)
 
     def read(self) -> Tree:
         """A copy of the weights, in single precision."""

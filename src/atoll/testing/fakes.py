@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from atoll.core.flat_tree import Tree
+from atoll.core.layout import Layout
 from atoll.core.protocols import Algorithm, Encoding, Gradient, Mean, Scattered, Task, Weigh, Work
 from atoll.engines.simulator.collectives import encoded_mean, ordered_sum, weighted_mean
 
@@ -33,7 +34,9 @@ class FakeReplica:
         self._params: Tree | None = None
 
     def load(self, params: Tree) -> None:
-        self._params = params.copy()
+        held = self._params
+        part = held is not None and held.layout.offsets.keys() >= params.layout.offsets.keys() and held.numel > params.numel
+        self._params = held.copy().paste_(params) if held is not None and part else params.copy()
 
     def params(self) -> Tree:
         assert self._params is not None, "load() comes first"
@@ -57,6 +60,12 @@ class FakeReplica:
         self.trained.append((1, work))
         gradient = self.params().zeros() - self.moves_by
         return Gradient(gradient + onto.sum, 1 + onto.weight, 1 + onto.tokens) if onto else Gradient(gradient, 1.0, 1)
+
+
+def _pieces(tree: Tree, layout: Layout) -> Tree:
+    """The pieces of a whole tree that are in this layout."""
+    begins = [(tree.layout.offsets[piece.name] + piece.start, piece.count) for piece in layout.pieces]
+    return tree.select([(start, start + count) for start, count in begins])
 
 
 class ScriptedPeers:
@@ -83,7 +92,8 @@ class ScriptedPeers:
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
         self.sent.append(tree.claim())
         self.weights.append(weight)
-        trees, weights = [self.sent[-1], *self._others], [weight, *self._their_weights]
+        others = [one if one.layout == tree.layout else _pieces(one, self.sent[-1].layout) for one in self._others]
+        trees, weights = [self.sent[-1], *others], [weight, *self._their_weights]
         if not self._heard:
             trees, weights = trees[1:], weights[1:]
         total = sum(weights)

@@ -172,7 +172,8 @@ class FsdpDevice(IslandRole, TrainingOnlyReplica):
         return self._model.gather(shard)
 
     def load(self, params: Tree) -> None:
-        self._model.weights.write(params)
+        weights = self._model.weights
+        weights.write(params if params.layout == weights.layout else weights.read().paste_(params))
 
     def params(self) -> Tree:
         weights = self._model.weights

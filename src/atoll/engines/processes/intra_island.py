@@ -140,6 +140,9 @@ class IslandDevice(IslandRole, TrainingOnlyReplica):
         return committed
 
     def load(self, params: Tree) -> None:
+        held = self.params()
+        if params.layout != held.layout:
+            params = held.copy(params.flat.dtype).paste_(params)
         self._dtype, self._loaded = params.flat.dtype, params
 
     def params(self) -> Tree:

@@ -53,7 +53,8 @@ class ProcessPeers:
         self._on_exchange, self._on_similarity = on_exchange, on_similarity
         self._computing_thread = threading.current_thread()
         self._launching = False
-        self._task: BackgroundTask[Any] | None = None
+        self._tasks: list[BackgroundTask[Any]] = []
+        """Background exchanges that may be under way. The communication thread carries them out one after the other."""
         self._buffer: Tree | None = None
         """The buffer of the last reduce-scatter: its slices lie in it, and so will what is gathered of them."""
         self.results: list[Tree] = []
@@ -70,7 +71,7 @@ class ProcessPeers:
     @property
     def in_background(self) -> bool:
         """Whether a background exchange is under way."""
-        return self._task is not None and not self._task.done()
+        return not all(task.done() for task in self._tasks)
 
     def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
         return self._assign(steps, steps if batches is None else batches, pieces)
@@ -153,14 +154,12 @@ class ProcessPeers:
         self.results.clear()
 
     def background(self, coroutine: Coroutine[Any, Any, T], /) -> BackgroundTask[T]:
-        if self.in_background:
-            coroutine.close()
-            raise ExchangeFailed(f"rank {self.rank} has a background exchange already. Await it before the next.")
         self._launching = True
         try:
-            task = self._task = self._thread.launch(coroutine)
+            task = self._thread.launch(coroutine)
         finally:
             self._launching = False
+        self._tasks = [*(each for each in self._tasks if not each.done()), task]
         return task
 
     async def catch_up(self, state: S) -> S:

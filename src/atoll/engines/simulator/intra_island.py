@@ -104,7 +104,10 @@ class IslandDevices(TrainingOnlyReplica):
     def load(self, params: Tree) -> None:
         """Rebases all devices on these weights, unless the island has them already, as after a mean that left it out."""
         self._dtype = params.flat.dtype
-        if self.params().same_bits(params):
+        held = self.params()
+        if params.layout != held.layout:
+            params = held.copy().paste_(params)
+        if held.same_bits(params):
             return
         algorithm: Any = self._algorithm
         whole, before, count = params.copy(), [device.state for device in self.members], len(self.members)

@@ -35,8 +35,8 @@ class _CountedIsland:
     state: Any
     named: frozenset[str]  # the fields of its State
     known: Storages  # Storages of its State at the beginning of the round. Computing in place may give them other names.
-    flight: ClockTask | None = None
-    noted: list[Storages] = field(default_factory=list)  # what its flight held since its main task was last counted
+    flights: list[ClockTask] = field(default_factory=list)
+    noted: list[Storages] = field(default_factory=list)  # what its flights held since its main task was last counted
     peak: Storages = field(default_factory=dict)
 
 
@@ -59,7 +59,8 @@ class MemoryCounter:
             # The island may compute meanwhile. So count what the flight alone holds: not the State's storages, and not gradients,
             # which are the island's. Addresses are negated, because another tensor may have them when the island is counted.
             island = self._islands[task.launched_by]
-            island.flight = task
+            if task not in island.flights:
+                island.flights.append(task)
             held = self._flight_storages(island, value).items()
             island.noted.append({-at: one for at, one in held if at not in island.known and one[0] != "gradients"})
 
@@ -72,17 +73,17 @@ class MemoryCounter:
             island.peak = max(island.peak, {**flight, **base}, key=total_bytes)
         island.noted.clear()
         if value is not None:
-            if island.flight is not None and value is island.flight.result:
-                island.flight = None
+            island.flights = [flight for flight in island.flights if not (flight.done and value is flight.result)]
             add_storages(base, value, "communication", island.named)
             island.peak = max(island.peak, {**self._flight_storages(island), **base}, key=total_bytes)
 
     def _flight_storages(self, island: _CountedIsland, value: Any = None) -> Storages:
-        """What the flight holds now, with the value that it resumes with."""
+        """What the flights hold now, with the value that one of them resumes with."""
         storages = Storages()
-        if island.flight is not None:
-            _add_locals(storages, island.flight, island.named)
-            add_storages(storages, island.flight.result, "communication", island.named)
+        for flight in island.flights:
+            _add_locals(storages, flight, island.named)
+            add_storages(storages, flight.result, "communication", island.named)
+        if island.flights:
             add_storages(storages, value, "communication", island.named)
         return storages
 

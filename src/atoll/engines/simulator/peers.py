@@ -45,6 +45,8 @@ class SimFlight:
         self._done = False
         self._result: Any = None
         self._waiting: ClockTask | None = None
+        self._next: ClockTask | None = None
+        """The flight that was started after this one, if it waits for the link."""
 
     def done(self) -> bool:
         return self._done
@@ -57,8 +59,18 @@ class SimFlight:
         if self._done:
             self._resume(task.now_s)
 
+    async def follow(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine of the next flight, from the end of this one."""
+        await Wait(self._queue)
+        return await coroutine
+
+    def _queue(self, task: ClockTask) -> None:
+        self._next = task
+
     def finish(self, task: ClockTask) -> None:
         self._done, self._result = True, task.result
+        if self._next is not None:
+            self._next.resume_at(task.now_s, lambda: None)
         if self._waiting is not None:
             self._resume(task.now_s)
 
@@ -83,7 +95,8 @@ class SimPeers:
         self.rank, self.size, self._name = rank, len(collectives.members), collectives.name(rank)
         self._collectives, self._clock, self._schedule, self._catch_up = collectives, clock, schedule, catch_up
         self._calls = itertools.count()
-        self._flight: SimFlight | None = None
+        self._flights: list[SimFlight] = []
+        """Those that may still be open."""
 
     def work(self, steps: int, batches: int | None = None, *, pieces: int = 1) -> Work:
         member, inside, schedule = self._collectives.members[self.rank], self._collectives.inside, self._schedule
@@ -117,17 +130,16 @@ class SimPeers:
 
     def background(self, coroutine: Coroutine[Any, Any, T], /) -> SimFlight:
         assert self._clock is not None, "between two rounds nothing is sent"
-        if self.has_flight:
-            coroutine.close()
-            raise ExchangeFailed(f"{self._name} has a background exchange already. Await it before the next.")
-        flight = self._flight = SimFlight()
-        self._clock.launch(f"flight of {self._name}", coroutine, flight.finish)
+        flight, before = SimFlight(), [each for each in self._flights if not each.done()]
+        self._flights = [*before, flight]
+        queued = before[-1].follow(coroutine) if before else coroutine
+        self._clock.launch(f"flight of {self._name}", queued, flight.finish)
         return flight
 
     @property
     def has_flight(self) -> bool:
         """Whether a flight is open."""
-        return self._flight is not None and not self._flight.done()
+        return not all(flight.done() for flight in self._flights)
 
     def check_closed(self) -> None:
         """Called when the member leaves the round."""

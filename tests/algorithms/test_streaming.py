@@ -1,0 +1,151 @@
+"""Streaming DiLoCo: identities, fragments that cover the model once, golden numbers, and several fragments under way."""
+
+import itertools
+
+import pytest
+import torch
+
+from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.streaming import Streaming, fragment_ranges
+from atoll.core.errors import ConfigError
+from atoll.core.events import Exchanged
+from atoll.core.flat_tree import Tree
+from atoll.core.layout import Layout
+from atoll.models.gpt import GPT
+from atoll.optim.sgd import SGD, Nesterov
+from atoll.runs.cluster import Cluster, Link, Lost
+from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
+from atoll.testing.simulated_runs import simulate
+
+CLUSTER = Cluster(islands=3)
+
+
+def tree(*values):
+    return Tree.of({"w": torch.tensor(values)})
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_one_fragment_without_overlap_is_diloco_to_the_bit(codec):
+    outer = Nesterov(lr=0.7, momentum=0.9)
+    diloco = simulate(DiLoCo(inner_steps=4, outer=outer, codec=codec), steps=16, cluster=CLUSTER)
+    streaming = simulate(Streaming(inner_steps=4, fragments=1, overlap=0, outer=outer, codec=codec), steps=16, cluster=CLUSTER)
+    assert streaming.params.same_bits(diloco.params)
+    lost = Cluster(islands=3, lost=(Lost(island=1, round=1),))
+    assert simulate(Streaming(inner_steps=4, fragments=1, overlap=0, outer=outer), steps=16, cluster=lost).params.same_bits(
+        simulate(DiLoCo(inner_steps=4, outer=outer), steps=16, cluster=lost).params
+    )
+
+
+def test_with_all_of_its_own_weights_an_island_ignores_the_agreement():
+    def trained(mixing):
+        replica = FakeReplica(moves_by=-1.0)
+        algorithm = Streaming(inner_steps=4, fragments=2, overlap=1, mixing=mixing, outer=SGD(lr=1.0))
+        one_round(algorithm, replica, ScriptedPeers(tree(9.0, 9.0)), params=tree(0.0, 0.0))
+        return replica.params()["w"].tolist()
+
+    assert trained(1.0) == [-4.0, -4.0], "four steps of -1, and nothing else"
+    assert trained(0.0) != [-4.0, -4.0]
+
+
+def test_a_round_by_hand():
+    """H=4, P=2, tau=1: fragment 0 leaves after step 1 and arrives after 2; fragment 1 leaves after 3 and arrives after 4."""
+    replica, peers = FakeReplica(moves_by=-1.0), ScriptedPeers(tree(3.0, 5.0))
+    algorithm = Streaming(inner_steps=4, fragments=2, overlap=1, mixing=0.5, outer=SGD(lr=1.0))
+    state = one_round(algorithm, replica, peers, params=tree(0.0, 0.0))
+    assert [sent["w"].tolist() for sent in peers.sent] == [[1.0], [3.0]], "what each fragment had moved when it left"
+    assert state.params["w"].tolist() == [-2.0, -4.0], "minus the means of 1 and 3, and of 3 and 5"
+    # Fragment 0 was at -2 when it arrived, was mixed to -2, and took two more steps. Fragment 1 was at -4, mixed with -4.
+    assert replica.params()["w"].tolist() == [-4.0, -4.0]
+    assert [steps for steps, _ in replica.trained] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "offsets"),
+    [
+        ({"inner_steps": 8, "fragments": 4, "overlap": 0}, (2, 4, 6, 8)),
+        ({"inner_steps": 8, "fragments": 4, "overlap": 2}, (0, 2, 4, 6)),
+        ({"inner_steps": 8, "fragments": 4, "overlap": 5}, (0, 1, 2, 3)),
+        ({"inner_steps": 8, "fragments": 1, "overlap": 8}, (0,)),
+        ({"inner_steps": 5, "fragments": 5, "overlap": 5}, (0, 0, 0, 0, 0)),
+    ],
+)
+def test_every_fragment_leaves_and_arrives_once_within_the_round(settings, offsets):
+    algorithm = Streaming(**settings)
+    assert algorithm.offsets == offsets
+    replica = FakeReplica(moves_by=-1.0)
+    peers = ScriptedPeers()
+    one_round(algorithm, replica, peers, params=tree(*[0.0] * 10))
+    assert sum(steps for steps, _ in replica.trained) == settings["inner_steps"]
+    assert [sent["w"][0].item() for sent in peers.sent] == [float(step) for step in offsets]
+
+
+@pytest.mark.parametrize("split", ["contiguous", "balanced", "strided"])
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+def test_fragments_cover_the_model_once(split, fragments):
+    layout = Tree.of(GPT(layers=4, width=16, heads=2, head_size=8).build(50, 8, 0)).layout
+    ranges = fragment_ranges(layout, fragments, split)
+    covered = sorted(span for each in ranges for span in each)
+    assert covered[0][0] == 0
+    assert covered[-1][1] == layout.numel
+    assert all(one[1] == two[0] for one, two in itertools.pairwise(covered))
+    sizes = [sum(stop - start for start, stop in each) for each in ranges]
+    assert len(sizes) == fragments
+    if split == "contiguous":
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_strided_fragments_have_every_other_layer_and_the_embeddings_alone():
+    layout = Layout.of({f"blocks.{layer}.w": torch.zeros(2) for layer in range(4)} | {"embedding": torch.zeros(3)})
+    assert fragment_ranges(layout, 3, "strided") == (((8, 11),), ((0, 2), (4, 6)), ((2, 4), (6, 8)))
+
+
+def test_several_fragments_share_the_link_one_after_the_other():
+    """A fragment takes 2 s to travel, and one leaves every second: the third waits for the two before it."""
+    numel = simulate(DiLoCo(inner_steps=1), steps=1).params.numel
+    link = Link(latency_s=0.5, bandwidth_mbit_per_s=1e9)  # two islands: a scatter and a gather of one hop each, so 1 s an exchange
+    cluster = Cluster(islands=2, step_time_s=(0.5,), link=link)
+    run = simulate(Streaming(inner_steps=8, fragments=3, overlap=6, split="contiguous"), steps=8, cluster=cluster)
+    spans = [(event.start_s, event.end_s) for event in run.events if isinstance(event, Exchanged)]
+    assert numel >= 3
+    assert len(spans) == 3
+    assert all(event.background for event in run.events if isinstance(event, Exchanged))
+    assert all(later[0] >= earlier[1] for earlier, later in itertools.pairwise(spans)), "no two use the link at a time"
+    assert spans[1][0] == pytest.approx(spans[0][1]), "the second was ready before the link was"
+
+
+def test_islands_do_not_wait_for_fragments_that_arrive_in_time():
+    link = Link(latency_s=0.4, bandwidth_mbit_per_s=1e9)
+    cluster = Cluster(islands=2, step_time_s=(1.0,), link=link)
+    waits = simulate(Streaming(inner_steps=4, fragments=2, overlap=0), steps=8, cluster=cluster)
+    hides = simulate(Streaming(inner_steps=4, fragments=2, overlap=1), steps=8, cluster=cluster)
+    assert hides.finished.time_s == pytest.approx(8.0)
+    assert waits.finished.time_s == pytest.approx(8.0 + 4 * 0.8)
+
+
+def test_an_island_that_missed_its_exchanges_trains_on_with_its_own_weights():
+    peers = ScriptedPeers(tree(3.0, 5.0), heard=False)
+    algorithm = Streaming(inner_steps=4, fragments=2, overlap=1, outer=SGD(lr=1.0))
+    state = one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=tree(0.0, 0.0))
+    assert state.params["w"].tolist() == [0.0, 0.0]
+    assert state.local["w"].tolist() == [-4.0, -4.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"fragments": 0}, "at least 1 fragment"),
+        ({"fragments": 9}, "a step for each"),
+        ({"overlap": 9}, "0 to inner_steps=8"),
+        ({"overlap": -1}, "0 to inner_steps=8"),
+        ({"mixing": 1.5}, "from 0 to 1"),
+        ({"feedback": -0.1}, "from 0 to 1"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        Streaming(inner_steps=8, **settings)
+
+
+def test_a_fragment_without_weights_is_refused():
+    with pytest.raises(ConfigError, match="leaves a fragment empty"):
+        fragment_ranges(Layout.of({"w": torch.zeros(4)}), 2, "strided")
