@@ -7,6 +7,7 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.eager import Eager
 from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import FSDP, ZeRO1
@@ -62,6 +63,7 @@ ALGORITHMS = [
     DiLoCo(inner_steps=2, codec="int8"),
     DiLoCo(inner_steps=2, codec="int2", weighting="examples"),
     DiLoCo(inner_steps=2, codec="topk", feedback=0.95, outer=SGD(lr=1.0)),
+    Eager(inner_steps=2),
     Streaming(inner_steps=4, fragments=2, overlap=0),
     Streaming(inner_steps=4, fragments=2, overlap=1, mixing=0.5),
     Streaming(inner_steps=4, fragments=3, overlap=3, codec="bf16-stochastic"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from atoll.algorithms.ddp import DDP as DDP
     from atoll.algorithms.delayed_update import DPU as DPU
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
+    from atoll.algorithms.eager import Eager as Eager
     from atoll.algorithms.streaming import Streaming as Streaming
     from atoll.algorithms.weight_prediction import WP as WP
     from atoll.algorithms.zero import FSDP as FSDP, ZeRO1 as ZeRO1
@@ -56,6 +57,7 @@ _NAMES = {
     "algorithms.ddp": "DDP",
     "algorithms.delayed_update": "DPU",
     "algorithms.diloco": "DiLoCo",
+    "algorithms.eager": "Eager",
     "algorithms.streaming": "Streaming",
     "algorithms.weight_prediction": "WP",
     "algorithms.zero": "FSDP ZeRO1",

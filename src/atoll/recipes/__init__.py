@@ -13,6 +13,7 @@ from atoll.recipes.demo import (
     demo_ddp,
     demo_diloco,
     demo_dpu,
+    demo_eager,
     demo_sparseloco,
     demo_streaming,
     demo_two_level,
@@ -24,7 +25,15 @@ from atoll.recipes.papers import acco_36m, acco_125m, async_20m, async_60m, asyn
 from atoll.recipes.toy import toy_async, toy_sync
 from atoll.runs.run_settings import Run
 
-_LOCAL_SGD = (demo_ddp, demo_diloco, demo_streaming, demo_sparseloco, demo_async, demo_async_naive)  # and DDP, to compare with
+_LOCAL_SGD = (
+    demo_ddp,
+    demo_diloco,
+    demo_streaming,
+    demo_sparseloco,
+    demo_eager,
+    demo_async,
+    demo_async_naive,
+)  # and DDP, to compare with
 _SHARDED = (demo_zero1, demo_acco, demo_acco_free, demo_dpu, demo_wp, demo_two_level)
 _PAPERS = (diloco_60m, diloco_150m, diloco_400m, async_20m, async_60m, async_150m, acco_36m, acco_125m)
 _MAKERS = (*_LOCAL_SGD, *_SHARDED, *_PAPERS, toy_async, toy_sync, finetune)

@@ -27,6 +27,7 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.eager import Eager
 from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
@@ -80,6 +81,11 @@ def demo_diloco() -> Run:
 def demo_streaming() -> Run:
     """Streaming DiLoCo: four fragments, each agreed on every 20 steps while islands train on."""
     return _demo("demo-streaming", Streaming(inner_steps=20, fragments=4, overlap=2, outer=Nesterov(lr=0.8, momentum=0.7)))
+
+
+def demo_eager() -> Run:
+    """Eager updates (experimental): deltas travel during the whole next round; an island's own part counts at once."""
+    return _demo("demo-eager", Eager(inner_steps=20, outer=Nesterov(lr=0.8, momentum=0.7)))
 
 
 def demo_sparseloco() -> Run:

@@ -15,6 +15,7 @@ from atoll.algorithms.async_scheduler import dynamic_steps
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.eager import Eager
 from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import FSDP, ZeRO1
@@ -280,7 +281,7 @@ def with_rate_at(algorithm: Algorithm[Any], position: int) -> Algorithm[Any]:
 
 
 candidates: Mapping[Any, Sequence[type]] = {
-    Algorithm: (DDP, ZeRO1, FSDP, ACCO, DPU, WP, DiLoCo, Streaming),
+    Algorithm: (DDP, ZeRO1, FSDP, ACCO, DPU, WP, DiLoCo, Streaming, Eager),
     TrainsDevices: (DDP, ZeRO1, FSDP, ACCO, DPU, WP),
     AsyncAlgorithm: (AsyncLocalSGD,),
     Rule: (SGD, Momentum, Nesterov, Adam, AdamW, DelayedNesterov, Buffered),

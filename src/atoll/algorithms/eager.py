@@ -1,0 +1,91 @@
+"""Eager updates (experimental): an island takes its outer step at once; the others' part of the mean is one round old.
+
+Kale et al., "Eager updates for overlapped communication and computation in DiLoCo", arXiv 2502.12996.
+
+The deltas of a round travel during all of the next one, so an exchange may take as long as a round, and islands never wait for it.
+Until it is over, an island does not know the mean. It steps along a guess, with its own delta of this round and the others' deltas
+of the round before,
+
+    guess = delta(t) / k + (mean(t-1) - delta(t-1) / k)
+
+So islands begin their rounds with different weights. The global weights follow the means, one round behind.
+
+    paper   H             M            Delta_m   Delta        OuterOpt
+    here    inner_steps   peers.size   delta     late.value   outer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from atoll.core.config.type_checks import check_types
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Peers, Replica, Rule, own, shared
+from atoll.optim.sgd import Nesterov
+
+
+@dataclass(frozen=True)
+class EagerState:
+    """All that the algorithm remembers between rounds."""
+
+    params: Tree = shared()
+    """Where the means have led: one round behind."""
+    outer: Any = shared()
+    begin: Tree | None = own()
+    """The weights that this island begins its next round with."""
+    momentum: Any = own()
+    """The outer rule's state behind them; None: the shared one."""
+    delta: Tree | None = own()
+    """Of this island's last round. It travels during the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eager:
+    """DiLoCo whose deltas travel during the next round.
+
+    Args:
+        inner_steps: steps of a round.
+        outer: the rule applied to the mean delta, and to an island's guess of it. The paper finds lower rates better than DiLoCo's.
+    """
+
+    inner_steps: int
+    outer: Rule = Nesterov(lr=0.4, momentum=0.9)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.inner_steps < 1:
+            raise ConfigError(
+                f"inner_steps={self.inner_steps}: a round needs at least 1 inner step. Use 1 to step after every one."
+            )
+
+    @property
+    def steps_per_round(self) -> int:
+        return self.inner_steps
+
+    def init(self, params: Tree, peers: Peers) -> EagerState:
+        return EagerState(params, self.outer.init(params))
+
+    async def round(self, state: EagerState, replica: Replica, peers: Peers) -> EagerState:
+        work, share = peers.work(self.inner_steps), 1 / peers.size
+        state = await peers.catch_up(state)
+        begin = state.params if state.begin is None else state.begin
+        momentum = state.outer if state.momentum is None else state.momentum
+        # An island without a delta, before its second round, sends one of weight 0: all islands exchange in every round.
+        last = state.params.zeros() if state.delta is None else state.delta
+        flight = peers.background(peers.mean(last.copy(), 0.0 if state.delta is None else 1.0, compare=True))
+
+        replica.load(begin)
+        await replica.train(self.inner_steps, work)
+        delta = begin - replica.params()
+
+        late = await flight
+        if not late.heard:  # the island trains on with its own weights; the others never get its last two deltas
+            return replace(state, begin=replica.params(), delta=None)
+        guess = late.value.add(delta - last, share)
+        begin, momentum = self.outer.update(begin, guess, momentum)
+        if late.weight:
+            params, outer = self.outer.update(state.params, late.value, state.outer)
+            state = replace(state, params=params, outer=outer)
+        return replace(state, begin=begin, momentum=momentum, delta=delta)

@@ -1,0 +1,59 @@
+"""Eager updates: the guess by hand, one island, identical islands, and exchanges that are hidden by a whole round."""
+
+import pytest
+import torch
+
+from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.eager import Eager
+from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
+from atoll.optim.sgd import SGD, Nesterov
+from atoll.runs.cluster import Cluster, Link
+from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
+from atoll.testing.simulated_runs import simulate
+
+
+def tree(value):
+    return Tree.of({"w": torch.full((3,), value)})
+
+
+def test_two_rounds_by_hand():
+    """Two islands, outer SGD of rate 1. This one moves by -1 and -2; the other sends 4 in every exchange."""
+    algorithm = Eager(inner_steps=1, outer=SGD(lr=1.0))
+    first = one_round(algorithm, FakeReplica(moves_by=-1.0), ScriptedPeers(tree(4.0), weights=[0.0]), params=tree(0.0))
+    assert first.params["w"][0] == 0, "no delta has travelled yet"
+    assert first.begin["w"][0] == -0.5, "half of its own delta of 1"
+    peers = ScriptedPeers(tree(4.0))
+    second = one_round(algorithm, FakeReplica(moves_by=-2.0), peers, params=tree(0.0), state=first)
+    assert peers.sent[0]["w"][0] == 1.0
+    assert second.params["w"][0] == -2.5, "minus the mean of 1 and 4"
+    # 2.5 of the last round, of which its own part of 1/2 is replaced by 2/2, from -0.5.
+    assert second.begin["w"][0] == -0.5 - 3.0
+    assert second.delta["w"][0] == 2.0
+
+
+def test_one_island_is_diloco_but_its_global_weights_are_one_round_behind():
+    outer = Nesterov(lr=0.7, momentum=0.9)
+    alone = Cluster(islands=1)
+    eager = simulate(Eager(inner_steps=4, outer=outer), steps=20, cluster=alone)
+    diloco = simulate(DiLoCo(inner_steps=4, outer=outer), steps=16, cluster=alone)
+    torch.testing.assert_close(eager.params.flat, diloco.params.flat)
+
+
+def test_a_whole_round_hides_an_exchange():
+    link = Link(latency_s=1.0, bandwidth_mbit_per_s=1e9)  # two islands: 2 s an exchange
+    cluster = Cluster(islands=2, step_time_s=(1.0,), link=link)
+    assert simulate(Eager(inner_steps=2), steps=8, cluster=cluster).finished.time_s == pytest.approx(8.0)
+    assert simulate(DiLoCo(inner_steps=2), steps=8, cluster=cluster).finished.time_s == pytest.approx(8.0 + 4 * 2.0)
+
+
+def test_an_island_that_missed_an_exchange_trains_on_with_its_own_weights():
+    algorithm, peers = Eager(inner_steps=1, outer=SGD(lr=1.0)), ScriptedPeers(tree(4.0), heard=False)
+    state = one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=tree(0.0))
+    assert state.begin["w"][0] == -1.0
+    assert state.delta is None
+
+
+def test_a_round_without_steps_is_refused():
+    with pytest.raises(ConfigError, match="at least 1 inner step"):
+        Eager(inner_steps=0)
