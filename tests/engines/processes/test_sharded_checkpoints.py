@@ -313,7 +313,7 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_a_whole_checkpoint(four, t
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")], "and nothing is left behind"
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata", "meta.json"])
+@pytest.mark.parametrize("name", ["rank-1.safetensors", "meta.json"])
 def test_a_file_whose_bits_have_changed_is_refused_by_name(four, tmp_path, name):
     four.run(writing, tmp_path, [1, 2], size=2)
     path = tmp_path / "00000002" / name
@@ -328,14 +328,14 @@ def test_a_file_whose_bits_have_changed_is_refused_by_name(four, tmp_path, name)
 
 def test_a_missing_or_truncated_file_is_refused_by_name_on_all_ranks(four, tmp_path):
     four.run(writing, tmp_path, [1], size=2)
-    path = tmp_path / "00000001" / "__0_0.distcp"
+    path = tmp_path / "00000001" / "rank-0.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1])
     for kind, text in four.run(reading, tmp_path, size=2):
-        assert (kind, "__0_0.distcp" in text, "truncated" in text) == ("CheckpointError", True, True)
+        assert (kind, "rank-0.safetensors" in text, "truncated" in text) == ("CheckpointError", True, True)
     path.unlink()
     for kind, text in four.run(reading, tmp_path, size=2):
-        assert (kind, "__0_0.distcp is missing" in text) == ("CheckpointError", True)
+        assert (kind, "rank-0.safetensors is missing" in text) == ("CheckpointError", True)
 
 
 def test_the_newest_are_kept_and_an_empty_folder_has_none(four, tmp_path):
@@ -357,7 +357,7 @@ def test_machines_without_a_common_disk_resume_bit_for_bit(four, tmp_path, kind)
         assert same(resumed[rank].parts, through[rank].parts)
     for machine in (0, 1):
         files = {path.name for path in (tmp_path / "stopped" / f"machine-{machine}" / "00000004").iterdir()}
-        assert {"meta.json", ".metadata", f"__{2 * machine}_0.distcp"} <= files
+        assert files == {"meta.json", *(f"rank-{2 * machine + device}.safetensors" for device in (0, 1))}
 
 
 def apart(group, folder, rounds):
