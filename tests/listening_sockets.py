@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +24,7 @@ class ListeningSocket(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        found = ipaddress.ip_address(self.address)
-        mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-        return (mapped or found).is_loopback
+        return ipaddress.ip_address(self.address).is_loopback
 
 
 def process_tree(root: int) -> list[int]:
@@ -49,8 +48,7 @@ def listening_sockets(root: int) -> set[ListeningSocket]:
     found = set()
     for pid in process_tree(root):
         try:
-            links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
-            inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+            inodes = {inode for path in Path(f"/proc/{pid}/fd").iterdir() if (inode := _inode(path)) is not None}
             command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
             for protocol in ("tcp", "tcp6", "udp", "udp6"):
                 for line in Path(f"/proc/{pid}/net/{protocol}").read_text().splitlines()[1:]:
@@ -60,6 +58,14 @@ def listening_sockets(root: int) -> set[ListeningSocket]:
         except OSError:
             continue  # it has just ended
     return found
+
+
+def _inode(descriptor: Path) -> str | None:
+    """The number of an open socket; None if it is a file, or has just been closed."""
+    with suppress(OSError):
+        kind, _, number = os.readlink(descriptor).partition(":")
+        return number.strip("[]") if kind == "socket" else None
+    return None
 
 
 def sockets_until(root: int, condition: Callable[[], object], limit_s: float = 60.0) -> set[ListeningSocket]:
@@ -78,4 +84,6 @@ def _address(text: str) -> tuple[str, int]:
     """An address as the kernel writes it: words of four bytes in the byte order of the machine, in hexadecimal digits."""
     digits, _, port = text.partition(":")
     packed = b"".join(bytes.fromhex(word)[::-1] for word in re.findall("." * 8, digits))
-    return str(ipaddress.ip_address(packed)), int(port, 16)
+    found = ipaddress.ip_address(packed)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return str(mapped or found), int(port, 16)

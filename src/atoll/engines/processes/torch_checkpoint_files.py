@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ INDEX = ".metadata"
 _CLASSES = {
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
@@ -38,7 +41,7 @@ class IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _CLASSES.get(module, ()):
             raise CheckpointError(f"it refers to {module}.{name}, which is no part of torch's index: the file is damaged or forged")
-        return super().find_class(module, name)
+        return PurePath if module.startswith("pathlib") else super().find_class(module, name)
 
 
 class TorchFiles:
