@@ -248,6 +248,32 @@ def test_processes_of_an_own_loop_on_two_machines_join_only_on_a_trusted_network
     assert "everyone on it can read and change this run" in joined[0][1]
 
 
+TRAINS = """
+import sys, torch, atoll
+import torch.distributed as dist
+trust, address, rank = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=int(rank), world_size=2)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with atoll.islands(model, optimizer, atoll.DiLoCo(inner_steps=1), trusted_network=trust == "trusted") as islands:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+print("trained", islands.rounds)
+"""
+
+
+@pytest.mark.slow
+def test_islands_in_a_users_own_group_on_two_machines_train_only_on_a_trusted_network(tmp_path, two_machines):
+    def command_of(rank, trust):
+        return [sys.executable, "-c", TRAINS, trust, f"{two_machines[0].address}:29500", str(rank)]
+
+    for code, output in on_both(two_machines, lambda rank: command_of(rank, "no"), tmp_path):
+        assert code == 1
+        assert "this run has processes on several machines" in output
+    trained = on_both(two_machines, lambda rank: command_of(rank, "trusted"), tmp_path)
+    assert [(code, "trained 1" in output) for code, output in trained] == [(0, True), (0, True)], trained
+
+
 @pytest.mark.slow
 def test_a_run_of_torchrun_on_two_machines_trains_only_on_a_trusted_network(tmp_path, two_machines):
     first = two_machines[0].address

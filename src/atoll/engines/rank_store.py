@@ -111,7 +111,7 @@ def find_store(timeout_s: float) -> tuple[Store, int, int]:
     rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
     port, has_host = int(os.environ["MASTER_PORT"]), os.environ.get(AGENT_STORE) == "True"
     found: Store
-    if size == 1:
+    if size == 1 and not has_host:
         found = _own_store()
     elif spans_machines():
         found, _, _ = next(rendezvous("env://", timeout=timeout))

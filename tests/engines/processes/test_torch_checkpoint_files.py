@@ -159,6 +159,7 @@ def test_an_index_that_is_none_is_refused(four, written, content):
     assert (kind, f"{INDEX} cannot be read" in text) == ("CheckpointError", True), text
 
 
+@pytest.mark.slow
 def test_a_prepared_folder_that_is_resumed_ends_with_one_sentence_and_runs_no_command(tmp_path):
     folder, marker = tmp_path / "run", tmp_path / "ran"
     settings = ("model.hidden=8", "data.examples=512", "data.dimensions=16", "algorithm.inner_steps=2", "train.steps=4")
