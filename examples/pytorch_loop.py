@@ -4,7 +4,10 @@
 
 Each process is an island and sees its own stretch of two spirals. With DiLoCo your optimizer steps and the islands average every 20
 steps. With ACCO the algorithm steps: every island holds a slice of the optimizer's state, and gradients are sent while you compute.
+On several machines add --trusted-network, if you trust the network between them: docs/security.md says what that means.
 """
+
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +36,10 @@ def report(name: str, model: nn.Module, islands: atoll.Islands) -> None:
         print(f"{name} on {islands.size} islands: {islands.steps} steps, {sent}, {correct:.0%} correct", flush=True)
 
 
+trusted = "--trusted-network" in sys.argv
 model = classifier()  # initial weights differ per process; on entry every island loads island 0's
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-with atoll.islands(model, optimizer, atoll.DiLoCo(inner_steps=20)) as islands:
+with atoll.islands(model, optimizer, atoll.DiLoCo(inner_steps=20), trusted_network=trusted) as islands:
     for step in range(300 + 10 * islands.rank):  # islands may have different numbers of batches
         points, arms = spirals(islands.rank, islands.size, seed=step)
         nn.functional.cross_entropy(model(points), arms).backward()
@@ -44,7 +48,7 @@ with atoll.islands(model, optimizer, atoll.DiLoCo(inner_steps=20)) as islands:
 report("DiLoCo", model, islands)
 
 model = classifier()
-with atoll.islands(model, None, atoll.ACCO(optimizer=atoll.AdamW(lr=0.01))) as islands:
+with atoll.islands(model, None, atoll.ACCO(optimizer=atoll.AdamW(lr=0.01)), trusted_network=trusted) as islands:
     for step in range(600):
         points, arms = spirals(islands.rank, islands.size, seed=step)
         nn.functional.cross_entropy(model(points), arms).backward()

@@ -144,6 +144,7 @@ def test_every_test_file_mirrors_a_source_file():
         "test_gate",
         "test_paper_pages",
         "test_printed_code",
+        "test_security",
         "test_site",
     }
     for path in tests.rglob("test_*.py"):

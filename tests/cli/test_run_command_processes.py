@@ -234,14 +234,19 @@ def test_when_a_rank_is_killed_it_is_named_at_once_and_as_many_processes_or_othe
     assert "trace:" in out
 
 
-def test_ctrl_c_ends_all_processes_and_prints_how_to_resume(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "exit_code", "says"),
+    [(signal.SIGINT, 130, "interrupted. Resume"), (signal.SIGTERM, 2, "the run was stopped by SIGTERM. Resume")],
+    ids=["ctrl-c", "SIGTERM"],
+)
+def test_a_signal_ends_all_processes_and_the_command_prints_how_to_resume(tmp_path, number, exit_code, says):
     folder = tmp_path / "run"
     with started(*beginning(folder)) as process:
         pids = caught(folder)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         code, _, err = end_of(process)
-    assert code == 130, err
-    assert f"Resume: atoll run --resume {folder}" in err
+    assert code == exit_code, err
+    assert f"{says}: atoll run --resume {folder}" in err
     assert "Traceback" not in err
     assert not any(map(is_there, pids))
 

@@ -284,9 +284,14 @@ def check_origin(checkpoint: Checkpoint, origin: Mapping[str, str | None], owner
 # ------------------------------------------------------------------------------------------------------------ on the disk
 
 
+def digests_of(files: Iterable[Path]) -> dict[str, tuple[int, str]]:
+    """The size in bytes and the digest of each file, by name."""
+    return {path.name: (path.stat().st_size, _digest(path)) for path in files}
+
+
 def _seal(folder: Path, round: int, metadata: Mapping[str, Any]) -> None:
     """Write meta.json with the digests of all files, and sync it to the disk."""
-    files = {p.name: {"bytes": p.stat().st_size, "blake2b": _digest(p)} for p in sorted(folder.iterdir())}
+    files = {name: {"bytes": size, "blake2b": digest} for name, (size, digest) in digests_of(sorted(folder.iterdir())).items()}
     # Through JSON and back, so that the digest is that of the content as it is read: tuples become lists, and keys text.
     content = json.loads(json.dumps({"format": FORMAT, "round": round, "files": files, "metadata": dict(metadata)}))
     with open(folder / _META, "x", encoding="utf-8") as file:

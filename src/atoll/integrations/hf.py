@@ -52,9 +52,10 @@ class HuggingFaceIslands(TrainerIslands, _Callback):  # type: ignore[misc]
         limit_s: float | None = None,
         finish: Literal["together", "alone"] = "together",
         examples: int | None = None,
+        trusted_network: bool = False,
         resume: str | Path | None = None,
     ) -> None:
-        super().__init__(algorithm, limit_s=limit_s, finish=finish, examples=examples)
+        super().__init__(algorithm, limit_s=limit_s, finish=finish, examples=examples, trusted_network=trusted_network)
         self._resume = resume
 
     def __enter__(self) -> HuggingFaceIslands:

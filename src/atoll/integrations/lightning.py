@@ -22,8 +22,8 @@ _Callback: Any = require("lightning.pytorch", extra="lightning", purpose="Lightn
 class LightningIslands(TrainerIslands, _Callback):  # type: ignore[misc]
     """Counts the steps of the module's one optimizer. Gradient accumulation and AMP are supported.
 
-    Its arguments are an algorithm that counts the steps of an optimizer, such as DiLoCo, and `limit_s`, `finish` and `examples` of
-    `atoll.islands`.
+    Its arguments are an algorithm that counts the steps of an optimizer, such as DiLoCo, and `limit_s`, `finish`, `examples`
+    and `trusted_network` of `atoll.islands`.
     """
 
     trainer = "Lightning"

@@ -62,13 +62,15 @@ class TrainerIslands:
         limit_s: float | None = None,
         finish: Literal["together", "alone"] = "together",
         examples: int | None = None,
+        trusted_network: bool = False,
     ) -> None:
         if hasattr(algorithm, "optimizer"):
             name = type(algorithm).__name__
             raise ConfigError(
                 f"{name} steps by itself, but {self.trainer} has an optimizer. Use DiLoCo, or {name} in your own loop."
             )
-        self._algorithm, self._arguments = algorithm, {"limit_s": limit_s, "finish": finish, "examples": examples}
+        self._algorithm = algorithm
+        self._arguments = {"limit_s": limit_s, "finish": finish, "examples": examples, "trusted_network": trusted_network}
         self._loaded: Mapping[str, Any] | None = None
         """The state to resume from when the block opens."""
         self._is_open = False

@@ -45,6 +45,7 @@ def islands(
     limit_s: float | None = None,
     finish: Literal["together", "alone"] = "together",
     examples: int | None = None,
+    trusted_network: bool = False,
 ) -> Islands:
     """Trains your module together with the other islands. Use it in a `with` block around your loop.
 
@@ -59,10 +60,19 @@ def islands(
         finish: what an island does when its batches are used up. "together": it stays, with weight 0, until all islands are done;
             all end with the same weights. "alone": it leaves after one more exchange, and the others continue without it.
         examples: number of examples of this island, for DiLoCo(weighting="examples").
+        trusted_network: allows islands on several machines: everyone on the network between them can read and change the run. See
+            `atoll.join`.
     """
     return Islands(
         LoopSettings(
-            model=model, optimizer=optimizer, algorithm=algorithm, mesh=mesh, limit_s=limit_s, finish=finish, examples=examples
+            model=model,
+            optimizer=optimizer,
+            algorithm=algorithm,
+            mesh=mesh,
+            limit_s=limit_s,
+            finish=finish,
+            examples=examples,
+            trusted_network=trusted_network,
         )
     )
 

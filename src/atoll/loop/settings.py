@@ -32,6 +32,7 @@ class LoopSettings:
     limit_s: float | None = None
     finish: Literal["together", "alone"] = "together"
     examples: int | None = None
+    trusted_network: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)

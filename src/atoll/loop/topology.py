@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
-from torch.distributed.rendezvous import rendezvous
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout, FailureAttribution
 from atoll.engines.point_to_point import Group
 from atoll.engines.processes.rank_context import new_group
+from atoll.engines.rank_store import TRUSTED, find_store, machine, on_loopback, refuse_untrusted_network, spans_machines
 from atoll.loop.settings import LoopSettings
 from atoll.loop.uneven_inputs import UnevenCollectives
 
@@ -37,6 +37,7 @@ _TORCHRUN = {
 }
 """Variables that torchrun sets in every process, besides those that begin with TORCHELASTIC_."""
 _HIDDEN = "ATOLL_HIDDEN_"
+_SETTING = "trusted_network=True to atoll.join and atoll.islands"
 
 
 class RankAndSize(NamedTuple):
@@ -56,7 +57,7 @@ def log_info(text: str) -> None:
 # ------------------------------------------------------------------------------------------------------- torchrun's processes
 
 
-def join(*, limit_s: float = 600.0, threads: int | None = None) -> RankAndSize:
+def join(*, limit_s: float = 600.0, threads: int | None = None, trusted_network: bool = False) -> RankAndSize:
     """Initializes a gloo process group if torchrun started this process and no group exists. Returns rank and size.
 
     Without torchrun it returns (0, 1). On CPUs, if you chose no number of torch threads and the processes of this machine would use
@@ -66,6 +67,9 @@ def join(*, limit_s: float = 600.0, threads: int | None = None) -> RankAndSize:
         limit_s: timeout for the other processes.
         threads: torch threads of this process. None keeps what OMP_NUM_THREADS or torch.set_num_threads chose. (torchrun itself
             sets OMP_NUM_THREADS=1 if it starts several processes and you did not set it.)
+        trusted_network: allows processes on several machines. torch's transport has no authentication and no encryption: everyone
+            on that network can read and change the run, and torchrun executes what it receives. Without it the group listens on the
+            loopback interface only, and processes on several machines are refused.
     """
     if limit_s <= 0:
         raise ConfigError(f"limit_s={limit_s}: give more than 0 seconds, or leave it out for 600 s.")
@@ -76,9 +80,19 @@ def join(*, limit_s: float = 600.0, threads: int | None = None) -> RankAndSize:
     if not dist.is_initialized():
         if not _started_by_torchrun():
             return RankAndSize(0, 1)
+        spans = spans_machines()
+        _check_network(spans=spans, trusted=trusted_network)
         _divide_cores(chosen=threads is not None)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=limit_s))
+        with on_loopback(unless=spans):
+            store, rank, size = find_store(limit_s)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit_s))
     return RankAndSize(dist.get_rank(), dist.get_world_size())
+
+
+def _check_network(*, spans: bool, trusted: bool) -> None:
+    refuse_untrusted_network(spans=spans, trusted=trusted, setting=_SETTING)
+    if spans and os.environ.get("RANK", "0") == "0":
+        log_info(TRUSTED)
 
 
 def hide_torchrun() -> RankAndSize:
@@ -169,37 +183,50 @@ def find_topology(settings: LoopSettings) -> Topology:
 
 def _visible_topology(settings: LoopSettings, timeout_s: float) -> Topology:
     """Groups among the processes of torch.distributed, which `join` initializes if necessary."""
-    rank, size = join(limit_s=timeout_s)
+    rank, size = join(limit_s=timeout_s, trusted_network=settings.trusted_network)
     grid = [[rank] for rank in range(size)] if settings.mesh is None else _checked_grid(settings.mesh, size)
     if size == 1:
         return _single_process(settings)
     island, device = next((i, d) for i, ranks in enumerate(grid) for d, other in enumerate(ranks) if other == rank)
     position = GridPosition(island, len(grid), device, len(grid[0]))
     counterparts = [list(column) for column in zip(*grid, strict=True)]
-    inter = new_group(counterparts, rank, "gloo", timeout_s)
+    spans = _group_spans_machines(rank, size)
+    refuse_untrusted_network(spans=spans, trusted=settings.trusted_network, setting=_SETTING)
+    with on_loopback(unless=spans):
+        inter = new_group(counterparts, rank, "gloo", timeout_s)
+        intra = new_group(grid, rank, "gloo", timeout_s) if position.devices > 1 else None
     store = PrefixStore(f"atoll/{inter.group_name}", _get_default_store())
     inter_island = _uneven_collectives(settings, timeout_s, inter, counterparts[device], store, position.devices)
-    if position.devices == 1:
+    if intra is None:
         return Topology(position, inter_island, groups=(inter,))
-    intra = new_group(grid, rank, "gloo", timeout_s)
     names = [f"device {number} of island {island}" for number in range(position.devices)]
     attribution = FailureAttribution(store, rank, grid[island])
     intra_island = GroupCollectives(intra, timeout_s=timeout_s, attribution=attribution, names=names)
     return Topology(position, inter_island, intra_island, (inter, intra))
 
 
+def _group_spans_machines(rank: int, size: int) -> bool:
+    """Whether the processes of torch.distributed run on several machines. A user who initialized it need not have torchrun's
+    variables: then the processes tell each other where they run."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return spans_machines()
+    store = PrefixStore("atoll/machine", _get_default_store())
+    store.set(str(rank), machine())
+    return any(store.get(str(other)).decode() != machine() for other in range(size))
+
+
 def _hidden_topology(settings: LoopSettings, timeout_s: float) -> Topology:
     """A group among the processes that `hide_torchrun` hid from torch.distributed."""
-    with _torchrun_visible():
-        shared_store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    shared_store.set_timeout(timedelta(seconds=timeout_s))
     if settings.mesh is not None:
         raise ConfigError("a mesh needs the processes that alone() hides. Use either a mesh or alone().")
+    with _torchrun_visible():
+        spans = spans_machines()
+        _check_network(spans=spans, trusted=settings.trusted_network)
+        store, rank, size = find_store(timeout_s)
     if size == 1:
         return _single_process(settings)
-    # All islands enter the same sequence of blocks, so a counter gives each block its own keys in the store.
-    store = PrefixStore(f"atoll/block{shared_store.add(f'atoll/blocks/{rank}', 1)}", shared_store)
-    group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    with on_loopback(unless=spans):
+        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     inter_island = _uneven_collectives(settings, timeout_s, group, range(size), store)
     return Topology(GridPosition(rank, size), inter_island)
 

@@ -1,27 +1,25 @@
 """Errors about failed processes: which failed first, why, and how to resume the run."""
 
+import os
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import atoll
 from atoll import recipes
 from atoll.core.errors import ConfigError
 from atoll.engines.liveness import PEER_MISSING
-from atoll.engines.processes.launch import why
+from atoll.engines.processes import launch
+from atoll.engines.processes.launch import LaunchedRanks, RankFailure, why
 from atoll.engines.processes.rank import rank_log_path
 from atoll.engines.processes.spec import Processes
 from atoll.engines.run_lifecycle import RunRequest
 from atoll.runs.folder import RunFolder
 from atoll.testing.simulated_runs import Recorder, Regression
 
-
-def failure(rank, exitcode, timestamp=100):
-    failed = ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=exitcode, error_file="none")
-    failed.timestamp = timestamp
-    return failed
+STOPPED = RankFailure(-signal.SIGTERM, 101, by_launcher=True)
 
 
 def log(folder, rank, *lines):
@@ -33,20 +31,20 @@ def log(folder, rank, *lines):
 def test_a_killed_rank_is_named_and_not_the_ranks_that_missed_it(tmp_path):
     log(tmp_path, 0, "error: rank 0 could not hear from rank 1 within 60 s.")
     for code in (PEER_MISSING, 1):  # in our words, or in a library's
-        failures = {0: failure(0, code), 1: failure(1, -signal.SIGKILL, 101), 2: failure(2, -signal.SIGTERM)}
+        failures = {0: RankFailure(code, 100), 1: RankFailure(-signal.SIGKILL, 101), 2: STOPPED}
         assert why(failures, tmp_path).startswith("rank 1 has failed, and the others were stopped: it was killed by SIGKILL.")
 
 
-def test_a_rank_that_the_agent_killed_is_not_named(tmp_path):
+def test_a_rank_that_the_launcher_killed_is_not_named(tmp_path):
     log(tmp_path, 1, "error: the disk is full.")
-    failures = {0: failure(0, -signal.SIGKILL, 105), 1: failure(1, 2, 100), 2: failure(2, -signal.SIGTERM, 105)}
+    failures = {0: RankFailure(-signal.SIGKILL, 105, by_launcher=True), 1: RankFailure(2, 100), 2: STOPPED}
     assert why(failures, tmp_path).startswith("rank 1 has failed, and the others were stopped: the disk is full.")
 
 
 def test_a_rank_with_an_error_of_its_own_is_named_and_not_the_ranks_that_missed_it(tmp_path):
     log(tmp_path, 0, "error: rank 0 could not hear from rank 2 within 60 s.")
     log(tmp_path, 2, "error: the loss is nan on island 2 in round 1.")
-    text = why({0: failure(0, PEER_MISSING), 1: failure(1, -signal.SIGTERM), 2: failure(2, 2)}, tmp_path)
+    text = why({0: RankFailure(PEER_MISSING, 100), 1: STOPPED, 2: RankFailure(2, 100)}, tmp_path)
     assert "rank 2 has failed" in text
     assert "the loss is nan on island 2 in round 1. " in text
 
@@ -54,8 +52,8 @@ def test_a_rank_with_an_error_of_its_own_is_named_and_not_the_ranks_that_missed_
 def test_of_several_ranks_that_missed_a_peer_the_first_is_named(tmp_path):
     for rank in (0, 1):
         log(tmp_path, rank, f"error: rank {rank} could not hear from rank 2 within 3 s.")
-    missed = {0: failure(0, PEER_MISSING, 101), 1: failure(1, PEER_MISSING, 100)}
-    text = why({**missed, 2: failure(2, -signal.SIGTERM, 90)}, tmp_path)
+    missed = {0: RankFailure(PEER_MISSING, 101), 1: RankFailure(PEER_MISSING, 100)}
+    text = why({**missed, 2: RankFailure(-signal.SIGTERM, 90, by_launcher=True)}, tmp_path)
     assert "rank 1 has failed" in text
     assert "could not hear from rank 2" in text
 
@@ -63,11 +61,35 @@ def test_of_several_ranks_that_missed_a_peer_the_first_is_named(tmp_path):
 @pytest.mark.parametrize(("saved", "says"), [(True, "Resume: atoll run --resume"), (False, "There is no checkpoint yet.")])
 def test_the_error_states_whether_the_run_can_resume(tmp_path, saved, says):
     (tmp_path / "checkpoints" / ("00000004" if saved else ".00000004.saving")).mkdir(parents=True)
-    assert says in why({0: failure(0, 1)}, tmp_path)
+    assert says in why({0: RankFailure(1, 100)}, tmp_path)
 
 
 def test_for_a_rank_without_a_recorded_error_its_log_is_named(tmp_path):
-    assert str(rank_log_path(tmp_path, 3)) in why({3: failure(3, 1)}, tmp_path)
+    assert str(rank_log_path(tmp_path, 3)) in why({3: RankFailure(1, 100)}, tmp_path)
+
+
+def test_a_rank_that_a_user_ends_is_named_and_the_others_are_ended_by_the_launcher(tmp_path):
+    ranks = LaunchedRanks()
+    for _ in range(3):
+        ranks.start([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], {})
+    os.kill(ranks.running[1].pid, signal.SIGTERM)
+    while not ranks.failures:
+        ranks.poll()
+    ranks.stop(signal.SIGTERM)
+    assert not ranks.running
+    assert {rank: failure.by_launcher for rank, failure in ranks.failures.items()} == {0: True, 1: False, 2: True}
+    assert "rank 1 has failed, and the others were stopped: it was killed by SIGTERM" in why(ranks.failures, tmp_path)
+
+
+def test_a_rank_that_ignores_its_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_SHUTDOWN_S", 0.2)
+    ranks, pipe = LaunchedRanks(), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    ignores = "import signal, sys, time; signal.signal(15, signal.SIG_IGN); open(sys.argv[1], 'w').close(); time.sleep(60)"
+    ranks.start([sys.executable, "-c", ignores, str(pipe)], {})
+    pipe.read_text()  # returns when the rank has opened and closed it
+    ranks.stop(signal.SIGTERM)
+    assert (ranks.running, ranks.failures[0].exit_code, ranks.failures[0].by_launcher) == ({}, -signal.SIGKILL, True)
 
 
 # ------------------------------------------------------------------------------------------------------- before ranks are started

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import signal
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed
 from atoll.core.events import LimitSet
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import trees
+from atoll.engines import checkpoints as checkpoints_module
 from atoll.engines.checkpoints import CheckpointPart, ShardSlice
 from atoll.engines.processes.rank_context import RankContext
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
@@ -313,7 +315,7 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_a_whole_checkpoint(four, t
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")], "and nothing is left behind"
 
 
-@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata", "meta.json"])
+@pytest.mark.parametrize("name", ["rank-1.safetensors", "meta.json"])
 def test_a_file_whose_bits_have_changed_is_refused_by_name(four, tmp_path, name):
     four.run(writing, tmp_path, [1, 2], size=2)
     path = tmp_path / "00000002" / name
@@ -328,14 +330,30 @@ def test_a_file_whose_bits_have_changed_is_refused_by_name(four, tmp_path, name)
 
 def test_a_missing_or_truncated_file_is_refused_by_name_on_all_ranks(four, tmp_path):
     four.run(writing, tmp_path, [1], size=2)
-    path = tmp_path / "00000001" / "__0_0.distcp"
+    path = tmp_path / "00000001" / "rank-0.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1])
     for kind, text in four.run(reading, tmp_path, size=2):
-        assert (kind, "__0_0.distcp" in text, "truncated" in text) == ("CheckpointError", True, True)
+        assert (kind, "rank-0.safetensors" in text, "truncated" in text) == ("CheckpointError", True, True)
     path.unlink()
     for kind, text in four.run(reading, tmp_path, size=2):
-        assert (kind, "__0_0.distcp is missing" in text) == ("CheckpointError", True)
+        assert (kind, "rank-0.safetensors is missing" in text) == ("CheckpointError", True)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [{}, {"shared/params": 3}, {"shared/params": {"numel": 10, "pieces": [[0, 0, 10]]}, "own-0/number": {}}, {"shared/params": []}],
+    ids=["empty", "number", "lacking", "list"],
+)
+def test_a_forged_index_is_refused(four, tmp_path, index):
+    four.run(writing, tmp_path, [1], size=1)
+    folder = tmp_path / "00000001"
+    content = json.loads((folder / "meta.json").read_text())["content"]
+    (folder / "meta.json").unlink()
+    checkpoints_module._seal(folder, 1, {**content["metadata"], "index": index})
+    ((kind, text),) = four.run(reading, tmp_path, size=1)
+    assert kind == "CheckpointError"
+    assert "Use an older checkpoint" in text
 
 
 def test_the_newest_are_kept_and_an_empty_folder_has_none(four, tmp_path):
@@ -357,7 +375,24 @@ def test_machines_without_a_common_disk_resume_bit_for_bit(four, tmp_path, kind)
         assert same(resumed[rank].parts, through[rank].parts)
     for machine in (0, 1):
         files = {path.name for path in (tmp_path / "stopped" / f"machine-{machine}" / "00000004").iterdir()}
-        assert {"meta.json", ".metadata", f"__{2 * machine}_0.distcp"} <= files
+        assert files == {"meta.json", *(f"rank-{2 * machine + device}.safetensors" for device in (0, 1))}
+
+
+def test_files_of_several_disks_in_one_folder_are_verified_and_read_by_another_number(four, tmp_path):
+    stopped = four.run(taking_part, tmp_path, "ZeRO1", STOP, WORKLOAD, 2)
+    first, second = (tmp_path / f"machine-{machine}" / f"{STOP:08d}" for machine in (0, 1))
+    with pytest.raises(CheckpointError, match=r"has not all of 'sharded/.*', which ranks \[0, 1, 2, 3\] have written"):
+        four.run(taking_part, tmp_path, "ZeRO1", size=1)
+    for rank in (2, 3):
+        shutil.copy(second / f"rank-{rank}.safetensors", first)
+    content = (first / "rank-3.safetensors").read_bytes()
+    (first / "rank-3.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"rank-3.safetensors does not match its digest"):
+        four.run(taking_part, tmp_path, "ZeRO1", size=1)
+    (first / "rank-3.safetensors").write_bytes(content)
+    (resumed,) = four.run(taking_part, tmp_path, "ZeRO1", size=1)
+    assert resumed.begun.equal(stopped[0].ended)
+    assert same(resumed.slices, joined(trees(outcome.parts["sharded"]) for outcome in stopped))
 
 
 def apart(group, folder, rounds):

@@ -19,6 +19,7 @@ from atoll.runs.cluster import Away
         ({"exchange_timeout_s": 0.0}, "exchange_timeout_s=0.0: it is more than 0"),
         ({"start_timeout_s": 0.0}, "start_timeout_s=0.0: it is more than 0"),
         ({"backend": "mpi"}, "backend.*gloo"),
+        ({"network": "internet"}, "network.*loopback.*trusted"),
     ],
 )
 def test_invalid_settings_are_refused(settings, says):

@@ -23,11 +23,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.optional_imports import require
-from atoll.engines.elastic.rendezvous import open_store
 from atoll.engines.elastic.snapshot_server import IslandStatus, query_status
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.liveness import FailureDetector, Heartbeat
 from atoll.engines.point_to_point import first_sentence
+from atoll.engines.rank_store import open_store
 
 WAIT_LOG_S = 10.0
 PROBE_S = 1.0

@@ -26,6 +26,7 @@ from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import FailureDetector, Heartbeat
+from atoll.engines.rank_store import open_store
 
 HEARTBEAT_S = 0.5
 UNREGISTERED_S = 3.0
@@ -46,16 +47,6 @@ def free_port(host: str, wanted: int = 0) -> int:
         if not wanted:
             raise
         return free_port(host)
-
-
-def open_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
-    """A store in this process that listens on this address alone, and its port."""
-    listener = socket.create_server((host, port), backlog=128)
-    port = int(listener.getsockname()[1])
-    limit = timedelta(seconds=_REQUEST_LIMIT_S)
-    # The store takes over the socket, and closes it.
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach())
-    return store, port
 
 
 class Rendezvous:

@@ -1,33 +1,35 @@
-"""Launching a run on real processes: torchrun's agent starts one process per rank on this machine, or torchrun started this one."""
+"""Launching a run on real processes: this command starts one process per rank on this machine, or torchrun started this one.
+
+torch's own launcher is not used: it opens its store on all interfaces, and unpickles what it finds there.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
-import uuid
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from types import FrameType
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.engines.liveness import PEER_MISSING, last_error
 from atoll.engines.processes.rank import rank_log_path, run_rank
 from atoll.engines.processes.spec import Processes
+from atoll.engines.rank_store import AGENT_STORE, LOOPBACK, open_store
 from atoll.engines.run_lifecycle import Result, RunRequest, discard
 from atoll.engines.spec import started_by_torchrun
 
-_SHUTDOWN_S = 5
-"""The agent kills processes this long after it has asked them to end; newer versions of torch take it as a setting."""
-_SHUTDOWN: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}
+_POLL_S = 0.05
+_SHUTDOWN_S = 5.0
+"""Ranks that were asked to end are killed after this time."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""They end the ranks, which have sessions of their own and so do not receive a terminal's Ctrl-C."""
 
 
 class ProcessFailed(AtollError):
@@ -74,68 +76,110 @@ def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
         ProcessFailed: one of them failed; says which and why. The others have been stopped.
         KeyboardInterrupt: the user pressed Ctrl-C. All of them have been stopped.
     """
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(),
-        **_SHUTDOWN,
-    )
-    try:
-        with _on_this_machine():
-            elastic_launch(config, sys.executable)("-m", "atoll", *arguments)
-    except ChildFailedError as error:
-        raise ProcessFailed(why(error.failures, folder)) from error
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from error
-        raise ProcessFailed(f"the run was stopped by {error.sigval.name}. Resume: atoll run --resume {folder}") from error
+    store, port = open_store(LOOPBACK)  # it lives in this process, and so outlives the ranks
+    ranks = LaunchedRanks()
+    with _caught_signals() as caught:
+        try:
+            for rank in range(processes):
+                ranks.start([sys.executable, "-m", "atoll", *arguments], _variables(rank, processes, port))
+            while not caught and not ranks.failures and ranks.running:
+                time.sleep(_POLL_S)
+                ranks.poll()
+        finally:
+            ranks.stop(caught[0] if caught else signal.SIGTERM)
+    del store
+    if caught and caught[0] == signal.SIGINT:
+        raise KeyboardInterrupt
+    if caught:
+        raise ProcessFailed(f"the run was stopped by {caught[0].name}. Resume: atoll run --resume {folder}")
+    if ranks.failures:
+        raise ProcessFailed(why(ranks.failures, folder))
+
+
+def _variables(rank: int, processes: int, port: int) -> dict[str, str]:
+    """torchrun's variables, by which a rank finds the others."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": LOOPBACK, AGENT_STORE: "True"}
 
 
 @contextmanager
-def _on_this_machine() -> Iterator[None]:
-    """Silence torch's agent and have gloo use the loopback. The environment, the signal handlers, which the agent replaces, and
-    torch's loggers are restored afterwards."""
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
-    levels, environment = [logger.level for logger in loggers], os.environ.copy()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)  # this module reports failures itself
-    # gloo listens on the address of the machine's name, which need not be this machine's.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+def _caught_signals() -> Iterator[list[signal.Signals]]:
+    """A list of the signals that this process was sent in the meantime. Only the main thread can catch signals."""
+    caught: list[signal.Signals] = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(signal.Signals(number))
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, catch) for number in _SIGNALS} if in_main_thread else {}
     try:
-        yield
+        yield caught
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if "GLOO_SOCKET_IFNAME" not in environment:
-            del os.environ["GLOO_SOCKET_IFNAME"]
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def why(failures: Mapping[int, ProcessFailure], folder: Path) -> str:
+@dataclass(frozen=True)
+class RankFailure:
+    """A rank that has ended with an error."""
+
+    exit_code: int  # minus the signal, if one killed it
+    ended_s: float
+    by_launcher: bool = False  # which ended it because another rank had failed
+
+
+@dataclass
+class LaunchedRanks:
+    """The processes of the ranks, in rank order."""
+
+    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    failures: dict[int, RankFailure] = field(default_factory=dict)
+
+    def start(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        environment = {**os.environ, **variables}
+        self.running[len(self.running)] = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def poll(self, by_launcher: int | None = None) -> None:
+        """Note which ranks have ended. `by_launcher`: the signal that the launcher has sent to those that were running."""
+        for rank, process in list(self.running.items()):
+            code = process.poll()
+            if code is not None:
+                del self.running[rank]
+            if code:
+                self.failures[rank] = RankFailure(code, time.monotonic(), by_launcher is not None and code == -by_launcher)
+
+    def stop(self, number: signal.Signals) -> None:
+        """End the ranks that are still running by this signal, and kill those that do not end."""
+        deadline_s = time.monotonic() + _SHUTDOWN_S
+        self._signal(number)
+        while self.running and time.monotonic() < deadline_s:
+            self.poll(number)
+            time.sleep(_POLL_S / 5)
+        self._signal(signal.SIGKILL)
+        while self.running:
+            self.poll(signal.SIGKILL)
+            time.sleep(_POLL_S / 5)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+def why(failures: Mapping[int, RankFailure], folder: Path) -> str:
     """Which of these failures, by rank, was the first, with its error; and how to resume."""
-    first_s = min(failure.timestamp for failure in failures.values())
-    rank = min(failures, key=lambda rank: (_consequence(failures[rank], first_s), failures[rank].timestamp, rank))
+    rank = min(failures, key=lambda rank: (_consequence(failures[rank]), failures[rank].ended_s, rank))
     error = last_error(rank_log_path(folder, rank))
-    if failures[rank].exitcode < 0:
-        error = f"it was killed by {signal.Signals(-failures[rank].exitcode).name}"
+    if failures[rank].exit_code < 0:
+        error = f"it was killed by {signal.Signals(-failures[rank].exit_code).name}"
     saved = any((folder / "checkpoints").glob("[0-9]*"))
     advice = f"Resume: atoll run --resume {folder}" if saved else "There is no checkpoint yet."
     return f"rank {rank} has failed, and the others were stopped: {error or f'see {rank_log_path(folder, rank)}'}. {advice}"
 
 
-def _consequence(failure: ProcessFailure, first_s: float) -> int:
-    """How likely a failure is the consequence of another, the first of which was at `first_s`. A rank that misses another ends a
-    moment after it, or in the same moment as far as the agent can tell. The agent then ends the remaining ranks."""
-    if failure.exitcode < 0:
-        by_the_agent = failure.exitcode == -signal.SIGTERM or failure.timestamp - first_s >= _SHUTDOWN_S - 1  # in whole seconds
-        return 3 if by_the_agent else 0
-    return 2 if failure.exitcode == PEER_MISSING else 1
+def _consequence(failure: RankFailure) -> int:
+    """How likely a failure is the consequence of another. A rank that misses another ends a moment after it, or in the same moment
+    as far as the launcher can tell."""
+    if failure.by_launcher:
+        return 3
+    return 0 if failure.exit_code < 0 else 2 if failure.exit_code == PEER_MISSING else 1

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from atoll.algorithms.zero import FSDP
 from atoll.core.config.json_records import from_json, to_json
@@ -38,6 +37,7 @@ from atoll.engines.processes.fsdp import ShardedModel
 from atoll.engines.processes.rank_context import RankContext, create_context
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.engines.processes.spec import Processes, gpu_of_rank
+from atoll.engines.rank_store import TRUSTED, find_store, on_loopback, refuse_untrusted_network, spans_machines
 from atoll.engines.run_lifecycle import Driver, Result, RunRequest, RunTask
 from atoll.engines.spec import read_spec
 from atoll.engines.training_setup import loss_of, replica_of, replica_seed
@@ -52,11 +52,14 @@ _PLAN = "plan"
 
 
 def run_rank(request: RunRequest) -> Result | None:
-    """Carry out a run as one of the processes that torchrun started. Rank 0 returns the result."""
-    timeout_s = _start_timeout_s(request)
+    """Carry out a run as one of the processes that the launcher or torchrun started. Rank 0 returns the result."""
+    known = _known_spec(request)
     held = ExitStack()
+    held.enter_context(on_loopback(unless=spans_machines()))
     try:
-        store, rank, size = join_ranks(timeout_s)
+        trusted = known.network == "trusted"
+        refuse_untrusted_network(spans=spans_machines(), trusted=trusted, setting="--set engine.network=trusted")
+        store, rank, size = join_ranks(known.start_timeout_s)
         if rank == 0:
             plan, task = _publish_plan(store, request, size, held)
         else:
@@ -87,12 +90,12 @@ def run_rank(request: RunRequest) -> Result | None:
         return result
 
 
-def _start_timeout_s(request: RunRequest) -> float:
-    """How long this rank waits until rank 0's plan says how long."""
+def _known_spec(request: RunRequest) -> Processes:
+    """The settings that hold on this rank until it has rank 0's plan: its timeout, and the network that the user trusts."""
     spec = request.spec
     if spec is None and request.out is not None and request.out.is_dir():
         spec = read_spec(request.out)
-    return spec.start_timeout_s if isinstance(spec, Processes) else Processes().start_timeout_s
+    return spec if isinstance(spec, Processes) else Processes()
 
 
 # ------------------------------------------------------------------------------------------------------------------ the rank's log
@@ -159,6 +162,8 @@ def _publish_plan(store: Store, request: RunRequest, size: int, held: ExitStack)
         if not task.finished:
             task.log(spec.ignored_settings(task.run))
             task.log(f"outside of rounds a rank waits {spec.start_timeout_s:g} s for the others (engine.start_timeout_s)")
+            if spans_machines():
+                task.log(f"engine.network=trusted: {TRUSTED}")
         plan = RunPlan(task.run, spec, task.folder.path, task.finished)
     except Exception as error:
         store.set(_PLAN, json.dumps({"refused": str(error) or type(error).__name__}))
@@ -192,7 +197,7 @@ def join_ranks(timeout_s: float) -> tuple[Store, int, int]:
     """
     timeout = timedelta(seconds=timeout_s)
     try:
-        found, rank, size = next(rendezvous("env://", timeout=timeout))
+        found, rank, size = find_store(timeout_s)
     except RuntimeError as error:
         raise ExchangeFailed(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not find all others within {timeout_s:g} s. See that all "
@@ -201,7 +206,6 @@ def join_ranks(timeout_s: float) -> tuple[Store, int, int]:
         ) from error
     store = PrefixStore("atoll", found)
     wait_for_all(store, rank, size, timeout_s)
-    found.set_timeout(timeout)
     dist.init_process_group("gloo", store=PrefixStore("torch", found), rank=rank, world_size=size, timeout=timeout)
     return store, rank, size
 

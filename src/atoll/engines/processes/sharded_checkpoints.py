@@ -1,43 +1,41 @@
-"""Checkpoints of several ranks: each rank writes the tensors that it holds, with torch.distributed.checkpoint, and any number of
-ranks can read them.
+"""Checkpoints of several ranks: each rank writes the tensors that it holds, and any number of ranks can read them.
 
-The folder of a round is written as engines/checkpoints.py says. In it, meta.json has rank 0's accounting and the structure of each
-part, `__0_0.distcp` the tensors of rank 0 and so on, and `.metadata`, torch's index, the file and position of each slice.
+The folder of a round is written as engines/checkpoints.py says. In it, meta.json has rank 0's accounting, the structure of each
+part, and the index: which ranks have written which elements of each tensor. `rank-0.safetensors` has the tensors of rank 0, and so
+on. Nothing in the folder is executed: it is JSON and safetensors.
 
-State that all islands share is written once. A tensor that islands hold in slices is one tensor on disk, and is cut again for the
-ranks that read it. A rank's own state is stored under its rank. Machines without a common disk each write a copy of the shared
+State that all islands share is written once. A tensor that islands hold in slices is one tensor in the index, and is cut again for
+the ranks that read it. A rank's own state is stored under its rank. Machines without a common disk each write a copy of the shared
 state and of the index, so that each can resume from its own disk.
 """
 
 from __future__ import annotations
 
-import base64
 import copy
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from atoll.core.errors import CheckpointError
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import leaves
-from atoll.core.serialization import Packed, layout_to_json, pack, unpack
-from atoll.engines.checkpoints import Checkpoint, CheckpointPart, Checkpoints, PartLoader, ShardSlice
+from atoll.core.serialization import Packed, layout_to_json, pack, unpack, write_tensors
+from atoll.engines.checkpoints import Checkpoint, CheckpointPart, Checkpoints, PartLoader, ShardSlice, digests_of
 from atoll.engines.processes.rank_context import RankContext
+from atoll.engines.processes.torch_checkpoint_files import INDEX, TorchFiles
 
-_INDEX = ".metadata"
 Lengths = Mapping[str, Mapping[str, int]]
 """Numbers of elements of tensors, by part and path."""
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
 
 
 class ShardedCheckpoints:
@@ -67,42 +65,39 @@ class ShardedCheckpoints:
         packed = {name: pack(part.value) for name, part in parts.items()}
         gathered = self._all_gather([{name: one.structure for name, one in packed.items()}, _lengths(packed), dict(metadata)])
         structures = {name: structure for theirs, _, _ in reversed(gathered) for name, structure in theirs.items()}
-        content = {**gathered[0][2], "structures": structures}
-        tensors = self._tensors(parts, packed, [theirs for _, theirs, _ in gathered])
+        ranges = self._ranges(parts, packed, [theirs for _, theirs, _ in gathered])
+        index, mine = _index(self._all_gather([self._writer, ranges]), self._context.rank)
+        tensors = {f"{name}/{path}": tensor.detach() for name, one in packed.items() for path, tensor in one.tensors.items()}
+        tensors = {name: tensors[name] for name in mine}
+        content = {**gathered[0][2], "structures": structures, "index": index}
         if self._context.rank != self._writer:
             self._context.barrier()
-            self._write(self._store.unfinished(round), tensors)
+            self._write(self._store.unfinished(round), tensors, content)
         else:
             with self._store.writing(round, content) as folder:
                 self._context.barrier()
-                self._write(folder, tensors)
-                self._copy_index(folder, round)
+                self._write(folder, tensors, content)
         self._context.barrier()
-        if self._separate_disks and self._context.is_rank_zero:
-            self._context.store.delete_key(f"index/{round}")
 
     def _all_gather(self, mine: Any) -> list[Any]:
         """The values of all ranks, which JSON can hold, in rank order."""
         return [json.loads(text) for text in self._context.all_ranks.all_gather_text(json.dumps(mine))]
 
-    def _tensors(
+    def _ranges(
         self, parts: Mapping[str, CheckpointPart], packed: Mapping[str, Packed], lengths: Sequence[Lengths]
-    ) -> dict[str, Any]:
-        """The tensors that this rank writes, by their names in torch's index. `lengths` are those of all ranks' tensors."""
-        found: dict[str, Any] = {}
+    ) -> dict[str, tuple[int, int, int]]:
+        """The elements that this rank holds of each tensor: where they start, their number, and that of the whole tensor. `lengths`
+        are those of all ranks' tensors."""
+        found: dict[str, tuple[int, int, int]] = {}
         for name, one in packed.items():
             cut = parts[name].cut
             trees = {node["tensor"] for node in _nodes(one.structure) if node["kind"] == "tree"}
             for path, tensor in one.tensors.items():
-                written = tensor.detach()
+                start, whole = 0, tensor.numel()
                 if cut is not None and path in trees:
-                    written = Slice.of(written, *self._slice_range(name, path, cut, lengths))
-                found[f"{self._name(name)}/{path}"] = written
+                    start, whole = self._slice_range(name, path, cut, lengths)
+                found[f"{name}/{path}"] = start, tensor.numel(), whole
         return found
-
-    def _name(self, part: str) -> str:
-        """The name of a part. Machines that do not see rank 0's files keep their own copy of the shared parts."""
-        return f"{part}@{self._writer}" if self._writer and part.endswith("shared") else part
 
     def _slice_range(self, name: str, path: str, cut: ShardSlice, lengths: Sequence[Lengths]) -> tuple[int, int]:
         """Where this rank's slice starts, and the length of the whole tensor. Slices may be unequal: FSDP2 cuts rows."""
@@ -113,18 +108,23 @@ class ShardedCheckpoints:
         sizes = [lengths[rank][name][path] for rank in ranks]
         return sum(sizes[: cut.number]), sum(sizes)
 
-    def _write(self, folder: Path, tensors: dict[str, Any]) -> None:
+    def _write(self, folder: Path, tensors: Mapping[str, Tensor], content: dict[str, Any]) -> None:
+        """Write this rank's file. If one rank cannot, all of them fail. Machines without a common disk add the digests of all files
+        to the content, so that a folder into which their files are copied can be verified."""
+        error: Exception | None = None
+        file, digests = folder / rank_file(self._context.rank), {}
         try:
-            save(tensors, checkpoint_id=str(folder))
-        except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
-            raise CheckpointError(f"a checkpoint could not be written to {folder}: {error}") from error
-
-    def _copy_index(self, folder: Path, round: int) -> None:
-        """Copy the index, which torch writes on rank 0 alone, to machines with another disk."""
-        if self._context.is_rank_zero and self._separate_disks:
-            self._context.store.set(f"index/{round}", base64.b64encode((folder / _INDEX).read_bytes()).decode())
-        elif not self._context.is_rank_zero and not (folder / _INDEX).exists():
-            (folder / _INDEX).write_bytes(base64.b64decode(self._context.get(f"index/{round}", of=0)))
+            write_tensors(file, tensors)
+            digests = digests_of([file]) if self._separate_disks else {}
+        except Exception as caught:  # also what is no error of the disk, such as a tensor without data
+            error = caught
+        gathered = self._all_gather([repr(error) if error is not None else "", digests])
+        failed = {rank: text for rank, (text, _) in enumerate(gathered) if text}
+        if failed:
+            ranks = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise CheckpointError(f"a checkpoint could not be written to {folder}: {ranks}") from error
+        if self._separate_disks:
+            content["all_files"] = {name: entry for _, theirs in gathered for name, entry in theirs.items()}
 
     # --------------------------------------------------------------------------------------------------------- reading
 
@@ -141,93 +141,135 @@ class ShardedCheckpoints:
                 f"that all of them see: machines without a common disk need the files that they wrote themselves. Restore them in "
                 f"{self._store.folder}, or start a new run in another folder."
             )
-        checkpoint = self._store.at(max(common))
+        checkpoint = self._with_copied_files(self._store.at(max(common)))
         if self._context.rank == self._writer:
             for name in checkpoint.files:
                 self._store.verify(checkpoint, name)
         self._context.barrier()
         return checkpoint
 
+    def _with_copied_files(self, checkpoint: Checkpoint) -> Checkpoint:
+        """With the files of other machines that were copied into its folder."""
+        recorded = checkpoint.metadata.get("all_files", {}).items()
+        copied = {name: (int(size), str(digest)) for name, (size, digest) in recorded if (checkpoint.path / name).is_file()}
+        return replace(checkpoint, files={**copied, **checkpoint.files})
+
     def loader(self, checkpoint: Checkpoint, parts: Mapping[str, CheckpointPart]) -> PartLoader:
         """A loader of a checkpoint's parts. `parts` are this rank's present ones, whose slices the loaded tensors are cut into."""
-        index = FileSystemReader(str(checkpoint.path)).read_metadata().state_dict_metadata
+        saved = TorchFiles(checkpoint, self._writer) if INDEX in checkpoint.files else RankFiles(checkpoint)
         lengths = self._all_gather(_lengths({name: pack(part.value) for name, part in parts.items()}))
-        return lambda name, like: self._load(checkpoint, index, lengths, name, like)
+
+        def load(name: str, like: CheckpointPart) -> Any:
+            try:
+                return self._load(checkpoint, saved, lengths, name, like)
+            except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise CheckpointError(
+                    f"{checkpoint.path}: the record of {name} cannot be read ({error!r:.200}). Use an older checkpoint."
+                ) from error
+
+        return load
 
     def _load(
-        self, checkpoint: Checkpoint, index: Mapping[str, Any], lengths: Sequence[Lengths], name: str, like: CheckpointPart
+        self, checkpoint: Checkpoint, saved: RankFiles | TorchFiles, lengths: Sequence[Lengths], name: str, like: CheckpointPart
     ) -> Any:
         if name not in checkpoint.metadata["structures"]:
             return None
         structure = copy.deepcopy(checkpoint.metadata["structures"][name])
-        here = f"{self._name(name)}/"
-        prefix = here if any(key.startswith(here) for key in index) else f"{name}/"
-        wanted: dict[str, Any] = {}
         known = {path.lstrip("."): leaf for path, leaf in leaves(like.value) if isinstance(leaf, Tree)}
+        tensors: dict[str, Tensor] = {}
         for node in _nodes(structure):
-            key, path = prefix + node["tensor"], node["tensor"]
-            entry = index.get(key)
-            if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{checkpoint.path} lacks the tensor {key!r}. Use an older checkpoint.")
-            wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            if like.cut is not None and node["kind"] == "tree":
-                start, numel = self._slice_range(name, path, like.cut, lengths)
-                if path not in known or numel != entry.size[0]:
-                    raise CheckpointError(
-                        f"{checkpoint.path}: {name}/{path} has {entry.size[0]} numbers, where this run has "
-                        f"{numel if path in known else 'none'}: it is the checkpoint of another run or version."
-                    )
-                mine = torch.empty(known[path].numel, dtype=entry.properties.dtype)
-                wanted[key] = Slice.of(mine, start, numel)
-                node["pieces"] = layout_to_json(known[path].layout)  # the slices of the present number of ranks
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads its own slices
-                if wanted:
-                    load(wanted, checkpoint_id=str(checkpoint.path), no_dist=True)
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} cannot be read on rank {self._context.rank}: {error}. If machines do not share a disk, "
-                f"copy the files of this checkpoint from all of them into one folder, or start the ranks on the machines of before."
-            ) from error
-        tensors = {key.removeprefix(prefix): one.flat if isinstance(one, Slice) else one for key, one in wanted.items()}
+            path = node["tensor"]
+            if like.cut is None or node["kind"] != "tree":
+                tensors[path] = saved.whole(name, path)
+                continue
+            start, numel = self._slice_range(name, path, like.cut, lengths) if path in known else (0, 0)
+            if numel != saved.numel(name, path):
+                raise CheckpointError(
+                    f"{checkpoint.path}: {name}/{path} has {saved.numel(name, path)} numbers, where this run has "
+                    f"{numel if path in known else 'none'}: it is the checkpoint of another run or version."
+                )
+            tensors[path] = saved.elements(name, path, start, start + known[path].numel)
+            node["pieces"] = layout_to_json(known[path].layout)  # the slices of the present number of ranks
         return unpack(Packed(structure, tensors), like.value)
 
 
-class Slice(Tensor):
-    """A slice of a flat buffer for torch.distributed.checkpoint, which calls these methods to write and read a part of a tensor.
-    Nothing is computed with it."""
+class RankFiles:
+    """The tensors of a checkpoint, in the files of its ranks that this machine has."""
 
-    flat: Tensor
-    _start: int
-    _numel: int
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._folder, self._index = checkpoint.path, checkpoint.metadata["index"]
+        self._files = {name for name in checkpoint.files if (checkpoint.path / name).is_file()}
 
-    @staticmethod
-    def of(flat: Tensor, start: int, numel: int) -> Slice:
-        """The elements from `start` on of a tensor of `numel` elements."""
-        this = flat.as_subclass(Slice)
-        this.flat, this._start, this._numel = flat, start, numel
-        return this
+    def numel(self, part: str, path: str) -> int:
+        numel: int = self._entry(f"{part}/{path}")["numel"]
+        return numel
 
-    def size(self) -> torch.Size:  # type: ignore[override]
-        """The size of the whole tensor."""
-        return torch.Size([self._numel])
+    def whole(self, part: str, path: str) -> Tensor:
+        """A tensor that one rank has written."""
+        name = f"{part}/{path}"
+        rank, _, _ = self._piece(name, None)
+        return self._read(name, rank)
 
-    def _chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=torch.Size([self._start]), sizes=torch.Size([self.flat.numel()]))
+    def elements(self, part: str, path: str, start: int, stop: int) -> Tensor:
+        """The elements of a flat tensor from `start` to `stop`, which several ranks may have written."""
+        name, pieces = f"{part}/{path}", list[Tensor]()
+        while start < stop or not pieces:
+            rank, first, numel = self._piece(name, start if start < stop else None)
+            end = min(stop, first + numel)
+            piece = self._read(name, rank)
+            if piece.shape != (numel,):
+                raise CheckpointError(f"{self._folder}: {name!r} of rank {rank} has another size than its index says.")
+            pieces.append(piece[start - first : end - first] if start < stop else piece[:0])
+            start = max(start, end)
+        if len({piece.dtype for piece in pieces}) > 1:
+            raise CheckpointError(f"{self._folder}: ranks have written {name!r} in different dtypes. Use an older checkpoint.")
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def __create_write_items__(self, name: str, this: object) -> list[WriteItem]:
-        if not self.flat.numel():  # its offset would be that of the next slice
-            return []
-        properties = TensorProperties.create_from_tensor(self.flat)
-        data = TensorWriteData(chunk=self._chunk(), properties=properties, size=self.size())
-        return [WriteItem(index=MetadataIndex(name, self._chunk().offsets), type=WriteItemType.SHARD, tensor_data=data)]
+    def _entry(self, name: str) -> Mapping[str, Any]:
+        if name not in self._index:
+            raise CheckpointError(f"{self._folder} lacks the tensor {name!r}. Use an older checkpoint.")
+        entry: Mapping[str, Any] = self._index[name]
+        return entry
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()] if self.flat.numel() else []
+    def _piece(self, name: str, at: int | None) -> tuple[int, int, int]:
+        """A rank that has written this element, or any, into a file that this machine has; where its elements start, and their
+        number."""
+        for rank, first, numel in self._entry(name)["pieces"]:
+            if rank_file(rank) in self._files and (at is None or first <= at < first + numel):
+                return rank, first, numel
+        ranks = sorted({rank for rank, _, _ in self._entry(name)["pieces"]})
+        raise CheckpointError(
+            f"{self._folder} has not all of {name!r}, which ranks {ranks} have written. If machines do not share a disk, copy the "
+            f"files of this checkpoint from all of them into one folder, or start the ranks on the machines of before."
+        )
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.flat
+    def _read(self, name: str, rank: int) -> Tensor:
+        """The elements that this rank has written. They are mapped from its file, and read when they are copied."""
+        path = self._folder / rank_file(rank)
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {name!r} cannot be read ({error}). Use an older checkpoint.") from error
+
+
+def _index(gathered: Sequence[tuple[int, Mapping[str, Sequence[int]]]], rank: int) -> tuple[dict[str, Any], list[str]]:
+    """Which ranks write which elements of each tensor, and the tensors that this rank writes. `gathered` has for each rank the
+    writer of its disk and its ranges. Of ranks with the same disk and the same elements the first one writes them."""
+    index: dict[str, Any] = {}
+    written: set[tuple[int, str, int]] = set()
+    mine = []
+    for number, (writer, ranges) in enumerate(gathered):
+        for name, (start, numel, whole) in ranges.items():
+            entry = index.setdefault(name, {"numel": whole, "pieces": []})
+            if (writer, name, start) in written or (whole and not numel):  # the offset of an empty slice is that of the next one
+                continue
+            written.add((writer, name, start))
+            entry["pieces"].append([number, start, numel])
+            if number == rank:
+                mine.append(name)
+    return index, mine
 
 
 def _lengths(packed: Mapping[str, Packed]) -> Lengths:

@@ -20,11 +20,14 @@ class Processes(ProcessSpec):
         exchange_timeout_s: limit of one exchange; none derives it from the measured rounds.
         start_timeout_s: limit of every wait outside of rounds: for ranks to start, to read their data, to evaluate and to save.
         backend: transport of weights between ranks: gloo, or nccl between GPUs.
+        network: "loopback": all ranks run on one machine, and nothing listens beyond its loopback interface. "trusted": ranks that
+            torchrun started on several machines may connect over the network. torch's transport has no authentication and no
+            encryption: everyone on that network can read and change the run, and torch's launcher executes what it receives.
     """
 
     name: ClassVar[str] = "processes"
     resizable: ClassVar[bool] = True
-    stops_processes: ClassVar[bool] = False  # torchrun's agent stops the ranks
+    stops_processes: ClassVar[bool] = False  # the launcher catches signals itself
     runs_on_ranks: ClassVar[bool] = True
 
     processes: int | None = None
@@ -32,6 +35,7 @@ class Processes(ProcessSpec):
     exchange_timeout_s: float | None = None
     start_timeout_s: float = 3600.0
     backend: Literal["gloo", "nccl"] = "gloo"
+    network: Literal["loopback", "trusted"] = "loopback"
 
     def __post_init__(self) -> None:
         super().__post_init__()
