@@ -38,6 +38,8 @@ _JOINED_BYTES = 4096
 """A payload up to this size travels in one piece with its header."""
 _TLS_PIECE_BYTES = 1 << 18
 """OpenSSL ends a write that it has begun before it reads. Shorter writes keep both directions going."""
+_READS = _TLS_PIECE_BYTES >> 14
+"""Before the next write is tried. A read returns one TLS record at most, of 16 KiB."""
 _RELAY_BYTES = 1 << 18
 _SEND, _RECEIVE = 0, 1
 _ACTIONS = "send to", "hear from"
@@ -213,8 +215,9 @@ class _Connection:
                 return True
             self._check_header(len(queue[0]))
             self._payload = queue[0]
-        if self._payload:
-            self._payload = self._payload[self._read(self._payload) :]
+        for _ in range(_READS):
+            if self._payload:
+                self._payload = self._payload[self._read(self._payload) :]
         if not self._payload:
             self._payload, self._header_bytes = None, 0
             queue.popleft()
