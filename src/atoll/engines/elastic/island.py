@@ -58,6 +58,7 @@ class IslandProcess:
         host: the address by which other islands reach this machine.
         folder: of the run, where this machine has it.
         devices: that compute for this island; None: as many as the run's settings say.
+        sockets: whether islands exchange over sockets of their own in place of gloo.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class IslandProcess:
         log: Callable[[str], object],
         interpose: Interpose | None = None,
         devices: int | None = None,
+        *,
+        sockets: bool = False,
     ) -> None:
         self._run, self._spec, self._name, self._log = join_info.run.resolved, join_info.spec, name, log
         self._device_count = devices or self._spec.devices
@@ -80,7 +83,7 @@ class IslandProcess:
         self.status.address = self._server.address
         self._registry = Registry(address, self.status)
         limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
-        self._membership = Membership(self.status, host, join_info.lighthouse, limit_s, log)
+        self._membership = Membership(self.status, host, join_info.lighthouse, limit_s, log, self._server, sockets=sockets)
         self._commit_log = CommitLog()
         self._set_up(limit_s, interpose)
 

@@ -3,11 +3,15 @@
 A status query is answered by one line of JSON. A snapshot is one line of JSON that describes the tensors, the tensors as they lie
 in memory, and their checksum. The receiver runs nothing that it receives. A snapshot that is being read keeps its buffers: the
 island asks `has_readers` before it reuses them.
+
+A connection that begins with `exchange KEY RANK` is kept for the exchange of that key. With `relay NAME` before it, a status query
+or an exchange is passed on to the member of that name: for islands that cannot reach each other.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import socketserver
 import threading
@@ -26,6 +30,7 @@ from torch import Tensor
 
 from atoll.core.errors import ExchangeFailed
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
+from atoll.engines.socket_transport import AcceptedConnections, Dial, splice
 
 QUERY_S = 1.0
 """How long a status query may take."""
@@ -33,6 +38,10 @@ SILENT_S = 6.0
 """An island that answers no query for so long is taken for dead."""
 _CHUNK_BYTES = 1 << 20
 _HEADER_LIMIT_BYTES = 64 << 20
+_QUERY_LIMIT_BYTES = 512
+_MOST_RELAYS = 64
+_EXCHANGE = re.compile(rb"exchange ([0-9a-f]{8,64}) ([0-9]{1,5})")
+_RELAY = re.compile(rb"relay (\S+) (status|exchange [0-9a-f]{8,64} [0-9]{1,5})")
 
 
 class IslandPhase(StrEnum):
@@ -88,26 +97,46 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class SnapshotServer:
-    """Serves one island's status and its newest snapshot. A client that stops reading is dropped after `limit_s`."""
+def dial_address(address: str, limit_s: float) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=limit_s)
 
-    def __init__(self, host: str, status: Callable[[], Mapping[str, Any]] = dict, limit_s: float = 120.0) -> None:
+
+class SnapshotServer:
+    """Serves one island's status and its newest snapshot. A client that stops reading is dropped after `limit_s`. `dial`
+    connects to other islands' servers by their addresses."""
+
+    def __init__(
+        self, host: str, status: Callable[[], Mapping[str, Any]] = dict, limit_s: float = 120.0, dial: Dial = dial_address
+    ) -> None:
+        self.dial = dial
         self._snapshot: Snapshot | None = None
         self._published_s = 0.0
         self._lock = threading.Lock()
         self._readers = 0
+        self.accepted = AcceptedConnections()
+        """Connections of other members, for exchanges of this island."""
+        self.routes: Mapping[str, str] = {}
+        """The addresses of the islands to which this one relays, by name."""
+        self._relays, self._limit_s = threading.Semaphore(_MOST_RELAYS), limit_s
         server = self
 
         class Handler(socketserver.StreamRequestHandler):
             timeout = limit_s
+            rbufsize = 0  # nothing beyond the line is read: an exchange goes on with the socket
 
             def handle(self) -> None:
                 with suppress(OSError):  # the client has gone
-                    query = self.rfile.readline(64).strip()
+                    query = self.rfile.readline(_QUERY_LIMIT_BYTES).strip()
                     if query == b"snapshot":
                         server._send(self.wfile.write)
                     elif query == b"status":
                         self.wfile.write(json.dumps(status()).encode() + b"\n")
+                    elif exchange := _EXCHANGE.fullmatch(query):
+                        if server.accepted.add(exchange[1].decode(), int(exchange[2]), self.request):
+                            server._server.kept.add(self.request)
+                    elif relay := _RELAY.fullmatch(query):
+                        server._relay(self.request, relay[1].decode(errors="replace"), relay[2])
 
         self._server = _TcpServer((host, 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
@@ -143,7 +172,20 @@ class SnapshotServer:
             with self._lock:
                 self._readers -= 1
 
+    def _relay(self, client: socket.socket, name: str, line: bytes) -> None:
+        """Pass a query, and all that follows it, on to the member of this name. Islands that are no members are not dialled."""
+        address = self.routes.get(name)
+        if address is None or not self._relays.acquire(blocking=False):
+            return
+        try:
+            with self.dial(address, min(self._limit_s, QUERY_S)) as member:
+                member.sendall(line + b"\n")
+                splice(client, member)
+        finally:
+            self._relays.release()
+
     def close(self) -> None:
+        self.accepted.close()
         with suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the serving thread at once
         self._server.shutdown()
@@ -155,31 +197,43 @@ class _TcpServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 64
 
+    def __init__(self, *arguments: Any) -> None:
+        self.kept: set[Any] = set()
+        """Requests whose sockets stay open after they were handled: they have another owner."""
+        super().__init__(*arguments)
+
+    def shutdown_request(self, request: Any) -> None:
+        if request in self.kept:
+            self.kept.discard(request)
+        else:
+            super().shutdown_request(request)
+
 
 @contextmanager
-def _request(address: str, query: bytes, limit_s: float) -> Iterator[Any]:
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=limit_s) as connection:
+def _request(address: str, query: bytes, limit_s: float, dial: Dial = dial_address) -> Iterator[Any]:
+    with dial(address, limit_s) as connection:
         connection.sendall(query)
         with connection.makefile("rb") as file:
             yield file
 
 
-def query_status(name: str, address: str, limit_s: float) -> IslandStatus | None:
+def query_status(
+    name: str, address: str, limit_s: float, *, dial: Dial = dial_address, relayed: bool = False
+) -> IslandStatus | None:
     """The status of the island of this name at this address; None if it does not answer within the limit, or another process that
-    has taken over its port does."""
+    has taken over its port does. With `relayed`, the address is of an island that passes the query on."""
     try:
-        with _request(address, b"status\n", limit_s) as file:
+        with _request(address, f"relay {name} status\n".encode() if relayed else b"status\n", limit_s, dial) as file:
             status = IslandStatus.from_text(file.readline(_HEADER_LIMIT_BYTES))
     except OSError:
         return None
     return status if status is not None and status.name == name else None
 
 
-def query_islands(addresses: Mapping[str, str], limit_s: float) -> dict[str, IslandStatus]:
+def query_islands(addresses: Mapping[str, str], limit_s: float, dial: Dial = dial_address) -> dict[str, IslandStatus]:
     """The status of each island that answers within the limit, by name. All are queried in parallel."""
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:
-        answers = pool.map(partial(query_status, limit_s=limit_s), addresses, addresses.values())
+        answers = pool.map(partial(query_status, limit_s=limit_s, dial=dial), addresses, addresses.values())
         return {name: status for name, status in zip(addresses, answers, strict=True) if status is not None}
 
 
