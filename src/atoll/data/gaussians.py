@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.core.config.type_checks import check_positive, check_types
+from atoll.core.config.type_checks import LayerSize, WideInt, check_positive, check_types
 from atoll.core.errors import ConfigError
 from atoll.data.shuffled_epochs import Indices, OpenedData, ShuffledShards, keyed_random, random_shards
 
@@ -39,14 +39,14 @@ class Gaussians:
         seed: of the points, the shards and the evaluation points. The order within a shard has the Run's seed.
     """
 
-    dimensions: int = 512
-    classes: int = 4
+    dimensions: LayerSize = 512
+    classes: LayerSize = 4
     clusters_per_class: int = 8
     examples: int = 128_000
     noise: float = 0.5
     eval_examples: int = 10_000
     shards: int | None = None
-    seed: int = 42
+    seed: WideInt = 42
 
     def __post_init__(self) -> None:
         check_types(self)
