@@ -114,9 +114,12 @@ def test_a_joiner_says_how_long_it_looks_for_the_run(monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", end)  # which would end the tests
     monkeypatch.setenv("RUST_LOG", "warn")
     with pytest.raises(SystemExit, match="130"):
+        launch.join_run("127.0.0.1:29400", ("engine.join_timeout_s=30",))
+    assert "looking for the run at 127.0.0.1:29400 for at most 30 s; Ctrl-C ends it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="130"):
         launch.join_run("127.0.0.1:29400", ())
-    assert "looking for the run at 127.0.0.1:29400 for at most 3600 s; Ctrl-C ends it" in capsys.readouterr().err
-    assert asked == [3600.0]
+    assert "looking" not in capsys.readouterr().err
+    assert asked == [30.0, 0.0]
 
 
 def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_joins(tmp_path):

@@ -1,6 +1,5 @@
 """The cluster as a value: lists for any number of islands, random numbers without a position, and refused settings."""
 
-import math
 from dataclasses import replace
 from statistics import fmean, pstdev
 

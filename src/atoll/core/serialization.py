@@ -66,10 +66,8 @@ def expanded(path: str | Path) -> Path:
         found = Path(path).expanduser()
         found.exists()
     except (RuntimeError, OSError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(
-            f"the path {shown_text(str(path))} cannot be used: {why}. Give one that this machine can read."
-        ) from error
+        why = (getattr(error, "strerror", None) or str(error)).rstrip(".")
+        raise ConfigError(f"{shown_text(str(path))}: this path cannot be used ({why}). Give one that can be read here.") from error
     return found
 
 

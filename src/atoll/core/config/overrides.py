@@ -114,7 +114,7 @@ def _example(path: str, run: Any) -> str:
     now = {setting.path: setting.text for setting in describe(run)}
     near = difflib.get_close_matches(path, now, n=1)
     meant = path if path in now else near[0] if near else ""
-    return f"{meant}={now[meant]}" if meant else "seed=1"
+    return f"{meant}={tc.shown_text(now[meant])}" if meant else "seed=1"
 
 
 def _parse(text: str) -> _Expr:
@@ -168,7 +168,7 @@ class _Editor:
                 return replace(now, **values)
         if isinstance(now, tuple):
             return self._items(edit, now, hint, at)
-        inner, what = next(iter(edit.inside)), "not set" if now is MISSING else text_of(now)
+        inner, what = next(iter(edit.inside)), "not set" if now is MISSING else tc.shown_text(text_of(now))
         example = next((f"{at}={n}({inner}=...)" for n, kind in classes.items() if inner in tc.settable(kind)), f"{at}=...")
         raise ConfigError(
             f"{at}.{tc.shown_text(inner)}: {at} is {what} now, which has nothing inside. Allowed there: "
@@ -228,7 +228,11 @@ class _Editor:
         named = self.presets.get(at, {})
         near = difflib.get_close_matches(expr.called() or "", [*classes, *named], n=1)
         advice = (
-            f"Did you mean {near[0]}?" if near else f"It is {text_of(now)} now." if now is not MISSING else "Correct the value."
+            f"Did you mean {near[0]}?"
+            if near
+            else f"It is {tc.shown_text(text_of(now))} now."
+            if now is not MISSING
+            else "Correct the value."
         )
         allowed = " | ".join(dict.fromkeys([*type_text(hint, self.candidates).split(" | "), *classes, *named]))
         return f"{at}={tc.shown_text(expr.text)}: this value cannot stand here. Allowed: {allowed}. {advice}"

@@ -54,8 +54,8 @@ class AtMost(NamedTuple):
 
 
 COUNT, NUMBER = AtMost(10**9), AtMost(1e300)
-"""The limits of whole numbers and of other numbers without an annotation. Infinity and NaN are left to the record's own checks then,
-which know better advice."""
+"""The limits of whole numbers and of other numbers without an annotation. Infinity and NaN are left to the record's own checks
+then, which know better advice."""
 WideInt = Annotated[int, AtMost(2**53)]
 """Seeds, and bytes and examples of data sets."""
 LayerSize = Annotated[int, AtMost(2**20)]
@@ -107,7 +107,7 @@ def _check_limits(name: str, value: Any, most: AtMost) -> None:
             largest = f"{most.number:,.0f}" if most.number < 1e15 else f"{most.number:g}"
             bound = f"at least -{largest}" if number < 0 else f"at most {largest}"
             raise ConfigError(
-                f"{name}={shown(value)}: {bound}{most.of}{', or inf,' if most.or_inf else ''} is allowed. Give such a number."
+                f"{name}={shown(value)}: it is {bound}{most.of}{', or inf' if most.or_inf else ''}. Give such a number."
             )
 
 

@@ -60,8 +60,9 @@ def check_own_address(spec: Elastic) -> None:
     try:
         socket.create_server((spec.host, 0)).close()
     except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while")[0]
         raise ConfigError(
-            f"engine.listen={spec.listen}: this machine cannot listen there ({error.strerror or error}). Give one of its own IPv4 "
+            f"engine.listen={spec.listen}: this machine cannot listen there ({why}). Give one of its own IPv4 "
             f"addresses or its name, or leave it out for islands on this machine alone."
         ) from error
 
