@@ -33,7 +33,7 @@ from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
 from atoll.engines.liveness import exit_with
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
-from atoll.engines.spec import with_settings, write_spec
+from atoll.engines.spec import read_spec, with_settings, write_spec
 from atoll.runs.validation import check_devices_share_batch
 from atoll.telemetry.sinks import Fanout
 
@@ -47,8 +47,9 @@ def start(request: RunRequest) -> Result:
     if request.run is not None and not isinstance(request.run.algorithm, AsyncAlgorithm):  # the spec refuses those
         algorithm: Any = request.run.resolved.algorithm
         refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), SimpleNamespace(rank=0, size=1)))
-    if isinstance(request.spec, Elastic):
-        check_own_address(request.spec)
+    spec = request.spec if request.spec is not None or request.out is None else read_spec(request.out)
+    if isinstance(spec, Elastic):
+        check_own_address(spec)
     with request.open() as task:
         if not task.finished:
             supervise(task)
