@@ -172,8 +172,8 @@ class Limited:
         ({"grace_s": 1e300}, r"grace_s=1e\+300: it is at most 31,622,400 seconds \(a year\), or inf\."),
         ({"grace_s": -math.inf}, r"grace_s=-inf: it is at least"),
         ({"name": "x" * 5000}, r"name='xxx.*\.\.\. has 5000 characters, and a text has at most 4096"),
-        ({"name": "a\0b"}, r"has the character '\\x00', which cannot be printed"),
-        ({"name": "\ud800"}, r"has the character '\\ud800', which cannot be printed"),
+        ({"name": "a\0b"}, r"has the control character or half of a character '\\x00'"),
+        ({"name": "\ud800"}, r"half of a character '\\ud800'"),
     ],
 )
 def test_numbers_and_texts_beyond_their_limits_are_refused_in_one_short_line(given, message):
@@ -185,7 +185,7 @@ def test_numbers_and_texts_beyond_their_limits_are_refused_in_one_short_line(giv
 
 def test_numbers_within_their_limits_are_taken():
     largest = 366 * 86_400.0
-    Limited(count=10**9, rate=1e300, wait_s=largest, times_s=(0.0, largest), grace_s=math.inf, name="é" * 4096)
+    Limited(count=10**9, rate=1e300, wait_s=largest, times_s=(0.0, largest), grace_s=math.inf, name="é\u202f" * 2048)
     Limited(rate=Fraction(1, 3), wait_s=np.float32(0.5))
     assert Limited(rate=math.inf).rate == math.inf, "its own record would refuse it, with advice"
 

@@ -17,6 +17,7 @@ from numbers import Integral, Real
 from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from unicodedata import category
 
 import atoll
 from atoll.core.errors import ConfigError
@@ -116,11 +117,11 @@ def _check_text(name: str, value: str) -> None:
         raise ConfigError(
             f"{name}={shown(value)} has {len(value)} characters, and a text has at most {_LONGEST_TEXT}. Give a shorter one."
         )
-    odd = next((character for character in value if not character.isprintable()), None)
+    odd = next((character for character in value if category(character) in ("Cc", "Cs")), None)
     if odd is not None:
         raise ConfigError(
-            f"{name}={shown(value)} has the character {odd!a}, which cannot be printed. Names and paths have printable characters "
-            f"alone: leave it out, or rename the file."
+            f"{name}={shown(value)} has the control character or half of a character {odd!a}, and names and paths have none. Leave "
+            f"it out, or rename the file."
         )
 
 
