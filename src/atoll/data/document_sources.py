@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from atoll.core.config.type_checks import shown
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
 from atoll.core.serialization import expanded
@@ -127,7 +128,7 @@ def check_corpus_spec(spec: str) -> None:
     if spec == "stdlib" or (scheme in _SCHEMES and rest):
         return
     raise DataError(
-        f"corpus={spec!r} is not known. Use stdlib, files:PATH[#field], hf:NAME_OR_PATH[@configuration][:split][#field], "
+        f"corpus={shown(spec)} is not known. Use stdlib, files:PATH[#field], hf:NAME_OR_PATH[@configuration][:split][#field], "
         f"or prepared:FOLDER for what `atoll data prepare` wrote."
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_types, shown_text
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import AsyncAlgorithm
 from atoll.runs.run_settings import Run
@@ -36,7 +36,7 @@ class ProcessSpec:
         """Refuse a setting that breaks a rule: its name, whether its value is allowed, and which values are."""
         for name, allowed, rule in rules:
             if not allowed:
-                raise ConfigError(f"engine.{name}={getattr(self, name)}: {rule}.")
+                raise ConfigError(f"engine.{name}={shown_text(str(getattr(self, name)))}: {rule}.")
 
     def refuse_asynchronous(self, run: Run, rounds: str) -> None:
         if isinstance(run.algorithm, AsyncAlgorithm):

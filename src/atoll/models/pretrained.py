@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_types, shown
 from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
 from atoll.core.serialization import expanded
@@ -40,7 +40,7 @@ class Pretrained:
     def __post_init__(self) -> None:
         check_types(self)
         if isinstance(self.frozen, str):
-            raise ConfigError(f"model.frozen={self.frozen!r} is not a list. Give one, such as [{self.frozen!r}].")
+            raise ConfigError(f"model.frozen={shown(self.frozen)} is not a list. Give one, such as [{shown(self.frozen)}].")
 
     def check(self) -> Path:
         """The model's folder. Raises ConfigError if it is missing or holds no model."""
