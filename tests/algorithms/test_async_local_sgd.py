@@ -221,7 +221,7 @@ def test_rounds_of_dynamic_steps_take_about_as_long():
     [
         ({"inner_steps": 0}, r"inner_steps=0.*at least 1 inner step. Use 1"),
         ({"grace_s": -0.5}, r"grace_s=-0.5: a hub can wait for 0 seconds or more. Use 0"),
-        ({"grace_s": math.nan}, r"grace_s=nan.*or inf to wait for all"),
+        ({"grace_s": math.nan}, r"grace_s=nan: it is at most .*, or inf"),
         ({"pace": "given", "speeds": (1.0, 0.0)}, r"speeds=\[1.0, 0.0\]: each is a positive number"),
         ({"pace": "given", "speeds": (-1.0,)}, r"speeds=\[-1.0\]"),
         ({"pace": "given", "speeds": (math.inf,)}, r"speeds=\[inf\]"),

@@ -13,6 +13,7 @@ import pytest
 
 from atoll.core.events import Attended, IslandJoined, IslandLeft, Leased, RoundFinished, RunFinished
 from atoll.engines.elastic import launch
+from atoll.engines.elastic.rendezvous import free_port
 from atoll.engines.elastic.supervisor import log_of
 from atoll.telemetry.event_log import read_events
 
@@ -114,9 +115,24 @@ def test_a_joiner_says_how_long_it_looks_for_the_run(monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", end)  # which would end the tests
     monkeypatch.setenv("RUST_LOG", "warn")
     with pytest.raises(SystemExit, match="130"):
+        launch.join_run("127.0.0.1:29400", ("engine.join_timeout_s=30",))
+    assert "looking for the run at 127.0.0.1:29400 for at most 30 s; Ctrl-C ends it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="130"):
         launch.join_run("127.0.0.1:29400", ())
-    assert "looking for the run at 127.0.0.1:29400 for at most 3600 s; Ctrl-C ends it" in capsys.readouterr().err
-    assert asked == [3600.0]
+    assert "looking" not in capsys.readouterr().err
+    assert asked == [30.0, 0.0]
+
+
+@pytest.mark.slow
+def test_a_joiner_waits_for_a_run_that_starts_later(tmp_path):
+    folder, address = tmp_path / "run", f"127.0.0.1:{free_port('127.0.0.1')}"
+    late = ["--elastic", "--processes", 1, "--set", "engine.step_delay=0.2", "--set", f"engine.listen={address}", "--out", folder]
+    with running("run", "--join", address, "--set", "engine.join_timeout_s=90") as joiner:
+        assert f"looking for the run at {address} for at most 90 s" in joiner.stderr.readline()
+        with running("run", "toy-sync", *SETS, "--set", "train.steps=400", *late) as process:
+            until(lambda: rounds(folder) and events(folder, Attended)[-1].participating == 2, "a commit with the joiner", process)
+            process.send_signal(signal.SIGINT)
+            end_of(process)
 
 
 def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_joins(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from atoll.core.errors import DataError
-from atoll.data.compressed_text_files import open_file, read_text
+from atoll.data.compressed_text_files import find_files, open_file, read_text
 
 TEXT = "".join(f"line {n * 7919 % 1000}: {'é' * (n % 5)}\n" for n in range(3000)).encode()
 PACK: dict[str, Callable[[bytes], bytes]] = {
@@ -65,3 +65,12 @@ def test_a_file_that_only_has_the_suffix_is_refused(tmp_path: Path, suffix: str)
 def test_a_missing_file_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match=r"could not read .*nowhere.txt"):
         read_text(tmp_path / "nowhere.txt")
+
+
+def test_files_that_a_kernel_shows_are_refused_also_behind_a_link(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    assert find_files(str(tmp_path))[1] == [tmp_path / "a.txt"]
+    (tmp_path / "b.txt").symlink_to("/proc/self/environ")
+    for path in (tmp_path, tmp_path / "*.txt", tmp_path / "b.txt", "/proc", "/proc/self/environ", "/sys/kernel"):
+        with pytest.raises(DataError, match=r"belongs to /(proc|sys), where the kernel shows its own state"):
+            find_files(str(path))

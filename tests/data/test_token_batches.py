@@ -99,6 +99,12 @@ def test_a_shard_smaller_than_a_batch_wraps_over_epochs():
     assert sorted(numbers(batch.batch(1, 0))[:6]) == [3, 3, 3, 9, 9, 9]
 
 
+def test_a_batch_of_many_times_the_data_is_refused():
+    batches_of(20, batch_size=320)
+    with pytest.raises(DataError, match=r"batch_size=321: the data have 20 examples.*batch_size=20 or less, or more data"):
+        batches_of(20, batch_size=321)
+
+
 def test_order_depends_on_what_a_shard_holds_and_not_on_its_number_or_its_neighbours():
     mine, others = np.arange(10, 20), [np.arange(5), np.arange(5, 10)]
     alone, last = batches_of(20, shards=[mine]), batches_of(20, shards=[*others, mine[::-1]])

@@ -1,6 +1,5 @@
 """The cluster as a value: lists for any number of islands, random numbers without a position, and refused settings."""
 
-import math
 from dataclasses import replace
 from statistics import fmean, pstdev
 
@@ -140,7 +139,6 @@ def test_an_island_may_have_several_outages():
         ((Outage(island=-1, start_s=1.0),), r"island=-1"),
         ((Outage(island=0, start_s=-1.0),), r"start_s comes before stop_s"),
         ((Outage(island=0, start_s=3.0, stop_s=3.0),), r"start_s comes before stop_s"),
-        ((Outage(island=0, start_s=math.nan),), r"start_s comes before stop_s"),
         ((Outage(island=0, start_s=1.0), Outage(island=0, start_s=5.0)), r"overlap.*Merge them"),
         ((Outage(island=0, start_s=1.0, stop_s=5.0), Outage(island=0, start_s=5.0, stop_s=6.0)), r"overlap"),
     ],
@@ -217,3 +215,21 @@ def test_devices_of_an_island_are_drawn_equally_fast_and_an_island_of_one_device
 def test_an_island_without_a_device_is_refused():
     with pytest.raises(ConfigError, match=r"devices_per_island=0: an island has at least 1 device.*Use 1"):
         Cluster(devices_per_island=0)
+
+
+@pytest.mark.parametrize("pool", ["constant", "ramp_down", "doubling", (2, 1, 2)])
+@pytest.mark.parametrize("away", [((0, 0, 3),), ((0, 2, 4), (1, 3, 5)), ((1, 0, 9), (0, 8, 9)), ((0, 4, 6), (1, 5, 10**9))])
+def test_a_round_without_islands_is_found_without_a_look_at_every_round(pool, away):
+    cluster = Cluster(islands=2, pool=pool, away=tuple(Away(island=i, start=a, stop=b) for i, a, b in away))
+
+    def refused(check):
+        try:
+            check()
+        except ConfigError:
+            return True
+        return False
+
+    rounds = 10
+    expected = any(refused(lambda r=r: cluster.present(r, rounds)) for r in range(rounds))
+    assert refused(lambda: cluster.check_presence(rounds)) == expected
+    refused(lambda: cluster.check_presence(10**9))  # in time

@@ -71,7 +71,7 @@ def test_a_single_island_sends_nothing(topology):
         ({"bandwidth_mbit_per_s": 0}, r"bandwidth_mbit_per_s=0.*more than 0"),
         ({"bandwidth_mbit_per_s": -100}, r"bandwidth_mbit_per_s=-100.*more than 0"),
         ({"download_mbit_per_s": 0}, r"download_mbit_per_s=0.*more than 0"),
-        ({"bandwidth_mbit_per_s": math.nan}, r"bandwidth_mbit_per_s=nan.*inf for a free one"),
+        ({"bandwidth_mbit_per_s": math.nan}, r"bandwidth_mbit_per_s=nan.*or inf"),
         ({"latency_s": math.inf}, r"latency_s=inf"),
         ({"latency_s": float("nan")}, r"latency_s=nan"),
     ],

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import SecondsOrInfinite, check_types
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, Correction, Hub, Plan, Replica, Rule, shared
 from atoll.optim.delayed_nesterov import DelayedNesterov
@@ -53,7 +53,7 @@ class AsyncLocalSGD:
     outer: Rule = DelayedNesterov(lr=0.7, momentum=0.9, period=4)
     weight: float | Literal["1/k", "sqrt(k)/k"] = 1.0
     correction: Correction | None = None
-    grace_s: float = 0.0
+    grace_s: SecondsOrInfinite = 0.0
     pace: Literal["even", "given", "measured"] = "even"
     speeds: tuple[float, ...] = ()
     shards: Literal["deficit", "visits"] = "deficit"

@@ -6,13 +6,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from atoll.core.serialization import expanded
 from atoll.data.prepare import Preparation, find_prepared, prepare
 from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.units import human_bytes
 
 
 def prepare_data(preparation: Preparation, out: Path, *, quiet: bool) -> None:
-    out = out.expanduser()
+    out = expanded(out)
     prepared = find_prepared(preparation, out)
     if prepared is not None:
         print(

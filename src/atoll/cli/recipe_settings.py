@@ -14,6 +14,7 @@ from atoll import recipes
 from atoll.core.config.json_records import find_type
 from atoll.core.config.list_settings import Presets
 from atoll.core.config.overrides import override
+from atoll.core.config.type_checks import shown, shown_text
 from atoll.core.errors import ConfigError
 from atoll.engines.spec import EngineSpec, with_settings
 from atoll.models.gpt import GPT
@@ -51,11 +52,13 @@ def _meant_for(setting: str, among: Sequence[str]) -> tuple[str | None, str]:
     if recipe not in recipes.ALL:
         near = difflib.get_close_matches(recipe, recipes.ALL, n=1)
         advice = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(recipes.ALL)}."
-        raise ConfigError(f"{setting}: a recipe stands before the colon, and there is none called {recipe!r}. {advice}")
+        raise ConfigError(
+            f"{shown_text(setting)}: a recipe stands before the colon, and there is none called {shown(recipe)}. {advice}"
+        )
     if recipe not in among:
         raise ConfigError(
-            f"{setting}: this is for {recipe}, which does not run here. The command runs {', '.join(dict.fromkeys(among))}. Leave "
-            f"the setting out, or name one of these."
+            f"{shown_text(setting)}: this is for {recipe}, which does not run here. The command runs "
+            f"{', '.join(dict.fromkeys(among))}. Leave the setting out, or name one of these."
         )
     return recipe, f"{path}{equals}{value}"
 
@@ -85,8 +88,8 @@ def planned_runs(what: Sequence[str], settings: Sequence[str], seed: int | None)
     unknown = [name for name in names if name not in recipes.ALL]
     if unknown:
         raise ConfigError(
-            f"there is no recipe {unknown[0]!r}, and no run's folder of that name. Give the folder of a finished run, or a recipe: "
-            f"{', '.join(recipes.ALL)}. `atoll recipes` says what they do."
+            f"there is no recipe {shown(unknown[0])}, and no run's folder of that name. Give the folder of a finished run, or a "
+            f"recipe: {', '.join(recipes.ALL)}. `atoll recipes` says what they do."
         )
     if not names and (settings or seed is not None):
         given = "--seed" if not settings else f"--set {settings[0]}"

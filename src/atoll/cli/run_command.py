@@ -17,6 +17,7 @@ from atoll.cli.main import RunOptions
 from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_settings, spec_with
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.protocols import Sink
+from atoll.core.serialization import expanded
 from atoll.engines import run_lifecycle
 from atoll.engines.run_lifecycle import Faults, Result, discard
 from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
@@ -67,7 +68,7 @@ def _start(options: RunOptions, faults: Faults | None) -> Result | None:
 
 def _resume(options: RunOptions, faults: Faults | None) -> Result | None:
     assert options.resume is not None
-    folder = options.resume.expanduser()
+    folder = expanded(options.resume)
     if options.out is not None:
         raise ConfigError(f"--out {options.out} with --resume {folder}: a run stays in its own folder. Leave out --out.")
     if options.recipe is None and (run_settings(options.settings) or options.seed is not None):

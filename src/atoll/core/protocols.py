@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtim
 
 import torch
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import SecondsOrInfinite, check_types, shown
 from atoll.core.errors import ConfigError
 from atoll.core.events import Event
 from atoll.core.flat_tree import Tree
@@ -343,7 +343,7 @@ class Plan:
     """How a hub dispatches workers. `AsyncLocalSGD` has the same settings, and describes them."""
 
     steps: int  # of a round, for the fastest worker where `pace` is not even, else for all
-    grace_s: float = 0.0
+    grace_s: SecondsOrInfinite = 0.0
     pace: Literal["even", "given", "measured"] = "even"
     speeds: tuple[float, ...] = ()
     shards: Literal["deficit", "visits"] = "deficit"
@@ -358,9 +358,10 @@ class Plan:
                 f"grace_s={self.grace_s}: a hub can wait for 0 seconds or more. Use 0 to dispatch every worker at once, or inf to "
                 f"wait for all of them."
             )
-        if not all(0 < speed < math.inf for speed in self.speeds):
+        if not all(1e-9 <= speed <= 1e9 for speed in self.speeds):
             raise ConfigError(
-                f"speeds={list(self.speeds)}: each is a positive number of steps per second. Give a very slow worker a small one."
+                f"speeds={shown(list(self.speeds))}: each is a positive number of steps per second, between 1e-9 and 1e9. Give a "
+                f"very slow worker a small one."
             )
         if self.speeds and self.pace != "given":
             raise ConfigError(f"speeds are given, but pace={self.pace} does not use them. Use pace=given, or leave them out.")

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atoll.core.config.json_records import find_type, type_name
-from atoll.core.config.type_checks import joined, settable
+from atoll.core.config.type_checks import joined, settable, shown_text
 from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, Piece, difference, dtype_text
@@ -58,6 +58,17 @@ def write_text(path: Path, text: str, error: type[AtollError] = ConfigError) -> 
     """Replace a text file in one step; see `replacing`."""
     with replacing(path, error) as file:
         file.write(text.encode())
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with `~` replaced. ConfigError if there is no such user, or if the system cannot look the path up."""
+    try:
+        found = Path(path).expanduser()
+        found.exists()
+    except (RuntimeError, OSError) as error:
+        why = (getattr(error, "strerror", None) or str(error)).rstrip(".")
+        raise ConfigError(f"{shown_text(str(path))}: this path cannot be used ({why}). Give one that can be read here.") from error
+    return found
 
 
 def sync_folder(folder: Path) -> None:

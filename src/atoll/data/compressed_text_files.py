@@ -7,15 +7,18 @@ import gzip
 import io
 import json
 import lzma
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any, cast
 
+from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import DataError
 from atoll.core.optional_imports import require
+from atoll.core.serialization import expanded
 
 COMPRESSED_SUFFIXES = (".xz", ".gz", ".zst")
 _CHUNK_BYTES = 1 << 20
@@ -142,13 +145,35 @@ def find_files(path: str, suffixes: Sequence[str] = ()) -> tuple[Path, list[Path
     """The folder that names are relative to, and the files of a path in order: one file, those in a folder, or those that a glob
     matches and those in folders that it matches. Folders are read recursively without hidden files. Of the files in folders only
     those with one of these suffixes count; none: all."""
-    target = Path(path).expanduser()
+    try:
+        return _find_files(expanded(path), suffixes)
+    except OSError as error:
+        raise DataError(
+            f"could not read {shown_text(path)}: {error.strerror or error}. Check the path and its permissions."
+        ) from error
+
+
+def _find_files(target: Path, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     if target.is_file():
+        _refuse_kernel_files([target])
         return target.parent, [target]
     root, matches = target, [target]
     if not target.is_dir():
         root = Path(*takewhile(lambda part: not glob.has_magic(part), target.parts[:-1]))
         matches = [Path(match) for match in glob.glob(str(target), recursive=True)]
+    _refuse_kernel_files(matches)
     inside = {file for match in matches for file in match.rglob("*") if not suffixes or uncompressed_suffix(file) in suffixes}
-    files = (file for file in {*inside, *matches} if file.is_file())
-    return root, sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(root).parts))
+    files = sorted(file for file in {*inside, *matches} if file.is_file())
+    found = [file for file in files if not any(part.startswith(".") for part in file.relative_to(root).parts)]
+    _refuse_kernel_files(found)
+    return root, found
+
+
+def _refuse_kernel_files(paths: Sequence[Path]) -> None:
+    """Refuse files of /proc and /sys: some never end, and reading others has effects."""
+    devices = {os.stat(folder).st_dev: folder for folder in ("/proc", "/sys") if os.path.isdir(folder)}
+    devices.pop(os.stat("/").st_dev, None)
+    for path in paths:
+        with suppress(OSError):  # a path that does not exist is reported elsewhere
+            if (folder := devices.get(path.stat().st_dev)) is not None:
+                raise DataError(f"{path} belongs to {folder}, where the kernel shows its own state and not text. Give other files.")

@@ -27,8 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from atoll.core.config.type_checks import shown
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
+from atoll.core.serialization import expanded
 from atoll.data.compressed_text_files import decode_utf8, find_files, open_file, read_json_lines, text_field, uncompressed_suffix
 
 END_OF_TEXT = "<|endoftext|>"
@@ -126,7 +128,7 @@ def check_corpus_spec(spec: str) -> None:
     if spec == "stdlib" or (scheme in _SCHEMES and rest):
         return
     raise DataError(
-        f"corpus={spec!r} is not known. Use stdlib, files:PATH[#field], hf:NAME_OR_PATH[@configuration][:split][#field], "
+        f"corpus={shown(spec)} is not known. Use stdlib, files:PATH[#field], hf:NAME_OR_PATH[@configuration][:split][#field], "
         f"or prepared:FOLDER for what `atoll data prepare` wrote."
     )
 
@@ -209,7 +211,7 @@ def files_corpus(given: str) -> Corpus:
     if not path:
         raise DataError(f"{spec} names no file. Give a file, a glob or a folder: files:PATH.")
     root, paths = find_files(path)
-    target = Path(path).expanduser()
+    target = expanded(path)
     if not paths and not glob.has_magic(path) and not target.exists():
         raise DataError(f"{spec}: there is no file or folder {target}. Check the path; it is relative to {Path.cwd()}.")
     if not paths:
@@ -297,7 +299,7 @@ def hub_corpus(given: str) -> Corpus:
 
 def _read_rows(datasets: Any, spec: HubSpec, domain: str) -> Iterator[Document]:
     try:
-        rows = iter(_load_dataset(datasets, spec, Path(spec.name).expanduser()))
+        rows = iter(_load_dataset(datasets, spec, expanded(spec.name)))
     except DataError:
         raise
     except Exception as error:

@@ -7,14 +7,13 @@ points. A model is evaluated on points that it also trains on.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.core.config.type_checks import check_positive, check_types
+from atoll.core.config.type_checks import LayerSize, WideInt, check_positive, check_types
 from atoll.core.errors import ConfigError
 from atoll.data.shuffled_epochs import Indices, OpenedData, ShuffledShards, keyed_random, random_shards
 
@@ -22,6 +21,7 @@ LabelledBatch = tuple[Tensor, Tensor]
 """Inputs (batch_size, dimensions), float32, and labels (batch_size,), int64."""
 
 _FINGERPRINT_ROWS = 128
+_MAX_NOISE = 1e6  # centres have a length of 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,14 @@ class Gaussians:
         seed: of the points, the shards and the evaluation points. The order within a shard has the Run's seed.
     """
 
-    dimensions: int = 512
-    classes: int = 4
+    dimensions: LayerSize = 512
+    classes: LayerSize = 4
     clusters_per_class: int = 8
     examples: int = 128_000
     noise: float = 0.5
     eval_examples: int = 10_000
     shards: int | None = None
-    seed: int = 42
+    seed: WideInt = 42
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -56,8 +56,10 @@ class Gaussians:
                 f"examples={self.examples} is fewer than the {self.clusters} clusters ({self.classes} classes of "
                 f"{self.clusters_per_class}): each has at least 1 point. Raise examples, or lower clusters_per_class."
             )
-        if not 0 <= self.noise < math.inf:
-            raise ConfigError(f"noise={self.noise}: a standard deviation is 0 or more, and finite. Use 0 for the centres alone.")
+        if not 0 <= self.noise <= _MAX_NOISE:
+            raise ConfigError(
+                f"noise={self.noise}: a standard deviation is 0 or more, and at most {_MAX_NOISE:g}. Use 0 for the centres alone."
+            )
         if self.shards is not None and not 1 <= self.shards <= self.count:
             raise ConfigError(
                 f"shards={self.shards}: there is at least 1 shard, and at most one for each of {self.count} examples. "

@@ -24,6 +24,7 @@ from torch import Tensor
 from atoll.core.config.type_checks import check_positive, check_types
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
+from atoll.core.serialization import expanded
 from atoll.data.compressed_text_files import find_files, parse_json, read_json_lines, read_text, text_field, uncompressed_suffix
 from atoll.data.document_sources import Document
 from atoll.data.holdout_split import TRAIN, check_fraction, plan_split
@@ -219,7 +220,7 @@ def _find_record_files(path: str, setting: str) -> list[tuple[str, Path]]:
             f"{setting}={path!r}: there is no {' or '.join(_SUFFIXES)} file (the path is relative to {Path.cwd()}). Give a file, "
             f"a folder with such files, or a glob that matches some."
         )
-    is_folder = Path(path).expanduser().is_dir()
+    is_folder = expanded(path).is_dir()
     return sorted((file.relative_to(root).as_posix() if is_folder else file.name, file) for file in files)
 
 
@@ -307,7 +308,7 @@ def encode_records(records: Sequence[InstructionRecord], tokenizer: Any, *, max_
 
 def load_model_tokenizer(path: str) -> Any:
     """The tokenizer in a model's folder. Raises ConfigError without the folder, DataError without a usable tokenizer in it."""
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if not path or not folder.is_dir():
         raise ConfigError(
             f"data.tokenizer={path!r} is not a folder (the path is relative to {Path.cwd()}). Give the folder of a model with its "

@@ -20,7 +20,7 @@ from typing import Any
 
 from atoll.core.errors import DataError
 from atoll.core.events import Progress
-from atoll.core.serialization import write_text
+from atoll.core.serialization import expanded, write_text
 from atoll.data.document_sources import Corpus, Document, open_corpus
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, SplitPlanner, split_documents
 from atoll.data.token_store import Tokens, TokenWriter, encode_documents, open_token_file, token_writer
@@ -114,7 +114,7 @@ def find_prepared(preparation: Preparation, out: str | Path) -> PreparedText | N
 
 def open_prepared(folder: str | Path) -> PreparedText:
     """Open what `prepare` wrote. Raises DataError if the folder is missing, unfinished or damaged."""
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     meta = _read_meta(folder)
     tokenizer = load_saved_tokenizer(folder / "tokenizer.json")
     train, validation = (open_token_file(folder / name, tokenizer.digest) for name in FILES)
@@ -123,7 +123,10 @@ def open_prepared(folder: str | Path) -> PreparedText:
 
 def is_prepared(folder: str | Path) -> bool:
     """Whether `prepare` finished in this folder."""
-    return (Path(folder).expanduser() / "meta.json").is_file()
+    try:
+        return (expanded(folder) / "meta.json").is_file()
+    except OSError:  # a folder that cannot be read, which is refused when it is opened
+        return False
 
 
 def _plan(corpus: Corpus, spec: str, fraction: float | None, progress: ReportProgress) -> tuple[Split, Tokenizer, int]:

@@ -15,13 +15,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, DataError
 from atoll.core.layout import shard_range
 
 Indices = NDArray[np.int64]
 ExamplesT = TypeVar("ExamplesT")
 TrainT = TypeVar("TrainT")
 ValidationT = TypeVar("ValidationT")
+_EPOCHS_PER_BATCH = 16  # a small shard repeats within a batch; a batch of many times the data is a mistake
 _CACHED_EPOCHS = 3  # per shard: readers of one shard are seldom further apart
 
 
@@ -59,6 +60,11 @@ class ShuffledShards(Generic[ExamplesT]):
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: a batch needs at least 1 example.")
+        if batch_size > _EPOCHS_PER_BATCH * (available := sum(map(len, shards))):
+            raise DataError(
+                f"batch_size={batch_size}: the data have {available} examples, and a batch holds each of them at most "
+                f"{_EPOCHS_PER_BATCH} times. Use batch_size={available} or less, or more data."
+            )
         self.batch_size = batch_size
         self._shard_digests = [blake2b(shard.astype("<i8").tobytes(), digest_size=16).hexdigest() for shard in shards]
         self._examples, self._shards = examples, list(shards)
@@ -82,11 +88,13 @@ class ShuffledShards(Generic[ExamplesT]):
         if position < 0:
             raise ConfigError(f"position={position}: positions are counted from 0.")
         epoch, at = divmod((self._skip_batches + position) * self.batch_size, size)
-        chosen = self._order(shard, epoch)[at : at + self.batch_size]
-        while len(chosen) < self.batch_size:  # a batch that crosses the end of one epoch, or of several if the shard is small
+        parts = [self._order(shard, epoch)[at : at + self.batch_size]]
+        left = self.batch_size - len(parts[0])
+        while left > 0:  # a batch that crosses the end of one epoch, or of several if the shard is small
             epoch += 1
-            chosen = np.concatenate((chosen, self._order(shard, epoch)[: self.batch_size - len(chosen)]))
-        return chosen
+            parts.append(self._order(shard, epoch)[:left])
+            left -= len(parts[-1])
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _order(self, shard: int, epoch: int) -> NDArray[Any]:
         orders = self._orders[shard]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from atoll.core.config.type_checks import check_positive, check_types
+from atoll.core.config.type_checks import WideInt, check_positive, check_types, shown
 from atoll.core.errors import ConfigError, DataError
 from atoll.data.document_sources import check_corpus_spec, check_limit_bytes, open_corpus
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, check_fraction, plan_split, split_documents
@@ -43,7 +43,7 @@ class Text:
     validation_fraction: float = 0.05
     validation_corpus: str | None = None
     partition: IID | ByDomain | KMeans | Dirichlet = IID()
-    limit_bytes: int | None = None
+    limit_bytes: WideInt | None = None
     eval_batches: int = 8
     shards: int | None = None
 
@@ -58,8 +58,8 @@ class Text:
             check_corpus_spec(self.corpus)
         elif self.limit_bytes is not None or self.validation_corpus is not None:
             raise ConfigError(
-                f"limit_bytes and validation_corpus do not go with corpus={self.corpus!r}, which was cut when it was prepared. "
-                f"Leave them out, or give them to `atoll data prepare`."
+                f"limit_bytes and validation_corpus do not go with corpus={shown(self.corpus)}, which was cut when it was "
+                f"prepared. Leave them out, or give them to `atoll data prepare`."
             )
 
     @property

@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.core.config.type_checks import shown
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
+from atoll.core.serialization import expanded
 from atoll.data.compressed_text_files import COMPRESSED_SUFFIXES, read_text
 from atoll.data.document_sources import END_OF_TEXT, Document
 
 Ids = NDArray[np.unsignedinteger[Any]]
+_LARGEST_BPE = 1 << 20  # four times the largest vocabulary in use; the library allocates as much before it trains
 
 
 class ByteTokenizer:
@@ -114,7 +117,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     `vocab.json` and `merges.txt`. Files may be compressed."""
     if spec == "bytes":
         return ByteTokenizer()
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     if path.is_dir():
         return _from_folder(path)
     if not path.is_file():
@@ -139,8 +142,11 @@ def bpe_vocab_size(spec: str) -> int | None:
     scheme, colon, size = spec.partition(":")
     if scheme != "bpe" or not colon:
         return None
-    if not size.isdecimal():
-        raise ConfigError(f"tokenizer={spec!r}: bpe: must be followed by the size of the vocabulary, as in bpe:32000.")
+    if not size.isdecimal() or len(size) > len(str(_LARGEST_BPE)) or int(size) > _LARGEST_BPE:
+        raise ConfigError(
+            f"tokenizer={shown(spec)}: bpe: must be followed by the size of the vocabulary, at most {_LARGEST_BPE:,}, as in "
+            f"bpe:32000."
+        )
     return int(size)
 
 

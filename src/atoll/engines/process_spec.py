@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_types, shown_text
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import AsyncAlgorithm
 from atoll.runs.run_settings import Run
+
+_LONGEST_DELAY_S = 86_400.0
+LEAST_TIMEOUT_S = 0.001
+"""The least limit of a wait: sockets count milliseconds."""
 
 
 class ProcessSpec:
@@ -32,7 +36,7 @@ class ProcessSpec:
         """Refuse a setting that breaks a rule: its name, whether its value is allowed, and which values are."""
         for name, allowed, rule in rules:
             if not allowed:
-                raise ConfigError(f"engine.{name}={getattr(self, name)}: {rule}.")
+                raise ConfigError(f"engine.{name}={shown_text(str(getattr(self, name)))}: {rule}.")
 
     def refuse_asynchronous(self, run: Run, rounds: str) -> None:
         if isinstance(run.algorithm, AsyncAlgorithm):
@@ -55,7 +59,15 @@ class ProcessSpec:
                 f"processes={processes} cannot be islands of cluster.devices_per_island={devices} devices. Use a multiple of it."
             )
         data = replace(run.data, shards=run.data.shards or processes)
-        return replace(run, cluster=replace(run.cluster, islands=processes // devices), data=data)
+        fitted = replace(run, cluster=replace(run.cluster, islands=processes // devices), data=data)
+        cluster = fitted.effective_cluster
+        delay_s = (self.step_delay or 0.0) * max(cluster.step_time(island, run.seed) for island in range(cluster.islands))
+        if delay_s > _LONGEST_DELAY_S:
+            raise ConfigError(
+                f"engine.step_delay={self.step_delay} times cluster.step_time_s: a process would sleep for {delay_s:g} s per "
+                f"batch. At most {_LONGEST_DELAY_S:,.0f} s is possible. Lower one of them."
+            )
+        return fitted
 
     def delay_s(self, run: Run, island: int) -> float:
         """Seconds that a process of this island sleeps per batch."""

@@ -21,7 +21,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Arrived, Dispatched, Event, IslandJoined, IslandLeft, Progress, Refused, Returned, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Sink, Task, Work, Workload
-from atoll.core.serialization import load_tree
+from atoll.core.serialization import expanded, load_tree
 from atoll.engines.timed_replica import ProcessReplica, run_worker_round
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import RunPreparation
@@ -177,7 +177,7 @@ class ReplayResult:
 def replay_run(folder: str | Path, *, workload: Workload | None = None, sink: Sink | None = None) -> ReplayResult:
     """Replays a finished asynchronous run from its log, and compares the weights. `workload` is the one that the user gave to the
     run, if any; `sink` gets the progress."""
-    opened = RunFolder.open(Path(folder).expanduser())
+    opened = RunFolder.open(expanded(folder))
     opened.check_workload(None if workload is None else type_name(type(workload)))
     run, out = opened.run.resolved, sink or Fanout([])
     if not isinstance(run.algorithm, AsyncAlgorithm):

@@ -30,7 +30,7 @@ from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.events import Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Batches, Sink, Workload
-from atoll.core.serialization import load_tree, read_tensors, save_tree, write_tensors, write_text
+from atoll.core.serialization import expanded, load_tree, read_tensors, save_tree, write_tensors, write_text
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
@@ -233,7 +233,7 @@ def _launch(
     check_type("workload", workload, Workload | None)
     if workload is not None:  # a missing method is refused now, not in the middle of a run
         check_type("workload.batches", workload.batches, Batches)
-    path, line = None if out is None else Path(out).expanduser(), list(command or sys.argv)
+    path, line = None if out is None else expanded(out), list(command or sys.argv)
     spec = engine or (Simulator() if run is not None or path is None else saved_spec(path))
     request = RunRequest(
         run=run, spec=engine, out=path, workload=workload, sinks=sinks, command=line, log=log, cache=cache, faults=faults
@@ -248,8 +248,7 @@ def _refuse_impossible(preparation: RunPreparation) -> None:
     """Refuse a run that this machine cannot carry out, before it has a folder."""
     run = preparation.run
     device_of(run)
-    for number in range(run.rounds(run.train.steps) if run.cluster.away else 0):
-        run.cluster.present(number, run.rounds(run.train.steps))
+    run.cluster.check_presence(run.rounds(run.train.steps))
     if preparation.workload is None:
         check_finetuning_inputs(run)
         weights = preparation.initial_weights()

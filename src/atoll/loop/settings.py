@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll.core.config.type_checks import check_type, check_types
+from atoll.core.config.type_checks import Timeout, WideInt, check_type, check_types
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, HoldsWeights
 from atoll.engines.processes.intra_island import check_sliceable
@@ -29,9 +29,9 @@ class LoopSettings:
     optimizer: Any
     algorithm: Any
     mesh: DeviceMesh | None = None
-    limit_s: float | None = None
+    limit_s: Timeout | None = None
     finish: Literal["together", "alone"] = "together"
-    examples: int | None = None
+    examples: WideInt | None = None
     trusted_network: bool = False
 
     def __post_init__(self) -> None:

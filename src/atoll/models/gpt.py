@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from atoll.core.config.type_checks import check_positive, check_types
+from atoll.core.config.type_checks import AtMost, LayerSize, check_positive, check_types
 from atoll.core.errors import ConfigError
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,14 +42,14 @@ class GPT:
         vocab_size: rows of the embedding. None: the tokenizer's size. A larger number pads it.
     """
 
-    layers: int
-    width: int
-    heads: int
-    head_size: int
-    ffn_multiple: int = 4
+    layers: Annotated[int, AtMost(10_000)]
+    width: LayerSize
+    heads: LayerSize
+    head_size: LayerSize
+    ffn_multiple: Annotated[int, AtMost(1024)] = 4
     tied: bool = True
     rope_base: float = 10_000.0
-    vocab_size: int | None = None
+    vocab_size: Annotated[int, AtMost(2**24)] | None = None
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import nn
 
-from atoll.core.config.type_checks import check_positive, check_types
+from atoll.core.config.type_checks import AtMost, check_positive, check_types
 from atoll.core.errors import ConfigError
 
 
@@ -15,7 +16,7 @@ from atoll.core.errors import ConfigError
 class MLP:
     """The number of hidden units; the authors' large run has 65,000."""
 
-    hidden: int = 65_000
+    hidden: Annotated[int, AtMost(2**30)] = 65_000
 
     def __post_init__(self) -> None:
         check_types(self)

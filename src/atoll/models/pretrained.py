@@ -18,9 +18,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_types, shown
 from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
+from atoll.core.serialization import expanded
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weight file, for the fingerprint
@@ -39,13 +40,13 @@ class Pretrained:
     def __post_init__(self) -> None:
         check_types(self)
         if isinstance(self.frozen, str):
-            raise ConfigError(f"model.frozen={self.frozen!r} is not a list. Give one, such as [{self.frozen!r}].")
+            raise ConfigError(f"model.frozen={shown(self.frozen)} is not a list. Give one, such as [{shown(self.frozen)}].")
 
     def check(self) -> Path:
         """The model's folder. Raises ConfigError if it is missing or holds no model."""
         if not self.path:
             raise ConfigError("model.path is not given: it is the folder of a Hugging Face model. Set it: --set model.path=FOLDER.")
-        folder = Path(self.path).expanduser()
+        folder = expanded(self.path)
         if not folder.is_dir():
             raise ConfigError(
                 f"model.path={self.path!r} is not a folder (the path is relative to {Path.cwd()}). Give the folder of a model on "

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from atoll.core.chunked_elementwise import elementwise
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import check_types, shown
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
@@ -70,7 +70,9 @@ class AdamW:
 
     def __post_init__(self) -> None:
         if self.decay not in ("matrices", "all"):
-            raise ConfigError(f'decay={self.decay!r} is neither "matrices" nor "all". To let nothing decay, set weight_decay=0.')
+            raise ConfigError(
+                f'decay={shown(self.decay)} is neither "matrices" nor "all". To let nothing decay, set weight_decay=0.'
+            )
         check_types(self)
         _check(self.lr, self.betas, self.eps)
         at_least_zero("weight_decay", self.weight_decay)

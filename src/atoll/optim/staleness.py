@@ -26,7 +26,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival
 from atoll.optim.in_place import old_and_new, windows
-from atoll.optim.schedules import at_least_zero
+from atoll.optim.schedules import LARGEST_FACTOR, at_least_zero
 
 Weight: TypeAlias = float | Literal["1/k", "sqrt(k)/k"]
 """The factor of every delta: a number, or one that follows from the number of workers k."""
@@ -102,5 +102,7 @@ def weight_of(weight: Weight, workers: int) -> float:
 
 def check_weight(weight: Weight) -> None:
     """Raises ConfigError for a number that cannot be a delta's weight."""
-    if not isinstance(weight, str) and not 0 < weight < math.inf:
-        raise ConfigError(f"weight={weight} must be a finite number above 0. Use 1 to leave deltas as they are.")
+    if not isinstance(weight, str) and not 0 < weight <= LARGEST_FACTOR:
+        raise ConfigError(
+            f"weight={weight} must be a number above 0 and at most {LARGEST_FACTOR:g}. Use 1 to leave deltas as they are."
+        )

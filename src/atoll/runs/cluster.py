@@ -13,9 +13,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
-from atoll.core.config.type_checks import check_positive, check_types
+from atoll.core.config.type_checks import AtMost, Bandwidth, Seconds, SecondsOrInfinite, check_positive, check_types, shown
 from atoll.core.errors import ConfigError
 from atoll.core.layout import shard_range
 from atoll.core.protocols import Codec
@@ -23,6 +23,7 @@ from atoll.core.protocols import Codec
 CollectiveTopology = Literal["ring", "star"]
 CONTROL_BYTES = 8
 """Size of a control message to one peer: a weight or a count."""
+_LEAST_MBIT_PER_S = 1e-6  # a bit per second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +36,20 @@ class Link:
         download_mbit_per_s: towards the island, if the link is asymmetric.
     """
 
-    latency_s: float = 0.030
-    bandwidth_mbit_per_s: float = 100.0
-    download_mbit_per_s: float | None = None
+    latency_s: Seconds = 0.030
+    bandwidth_mbit_per_s: Bandwidth = 100.0
+    download_mbit_per_s: Bandwidth | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not 0 <= self.latency_s < math.inf:
+        if self.latency_s < 0:
             raise ConfigError(f"latency_s={self.latency_s}: it is 0 seconds or more. Give seconds, such as 0.03 for 30 ms.")
         for name in ("bandwidth_mbit_per_s", "download_mbit_per_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and value < _LEAST_MBIT_PER_S:
                 raise ConfigError(
-                    f"{name}={value}: a link carries more than 0 Mbit/s. Use a small number for a slow link, inf for a free one."
+                    f"{name}={value}: a link carries more than 0 Mbit/s, at least {_LEAST_MBIT_PER_S}. Use a small number for a "
+                    f"slow link, inf for a free one."
                 )
 
     @property
@@ -60,6 +62,7 @@ class Link:
 
 
 _MAX_ISLANDS = 65_536
+_LEAST_STEP_S = 1e-9
 _MAX_SIGMA = 5.0  # beyond it one batch in a hundred takes a hundred thousand times as long as another
 PoolName = Literal["constant", "doubling", "halving", "ramp_up", "ramp_down"]
 Level = Literal["none", "slight", "moderate", "very"]
@@ -96,8 +99,8 @@ class Outage:
     late; without a `stop_s` it never returns. For asynchronous algorithms, where each worker has its own rounds."""
 
     island: int
-    start_s: float
-    stop_s: float = math.inf
+    start_s: Seconds
+    stop_s: SecondsOrInfinite = math.inf
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -131,7 +134,7 @@ class Cluster:
     """
 
     islands: int = 4
-    step_time_s: tuple[float, ...] | Level = (1.0,)
+    step_time_s: tuple[Seconds, ...] | Level = (1.0,)
     step_time_spread: float = 0.0
     step_time_jitter: float = 0.0
     link: Link = Link()
@@ -142,7 +145,7 @@ class Cluster:
     pool: PoolName | tuple[int, ...] = "constant"
     away: tuple[Away, ...] = ()
     outages: tuple[Outage, ...] = ()
-    threads_per_island: int = 1
+    threads_per_island: Annotated[int, AtMost(1024, " threads")] = 1
     devices_per_island: int = 1
     inside: Link = Link(latency_s=5e-6, bandwidth_mbit_per_s=200_000.0)
 
@@ -158,8 +161,11 @@ class Cluster:
                 f"together at most {_MAX_ISLANDS}. Use 1 if an island is one device."
             )
         times = step_times(self.step_time_s)
-        if not times or not all(time > 0 and math.isfinite(time) for time in times):
-            raise ConfigError(f"step_time_s={list(times)}: give one or more positive numbers of seconds, such as [0.5,1.2].")
+        if not times or min(times) < _LEAST_STEP_S:
+            raise ConfigError(
+                f"step_time_s={shown(list(times))}: give one or more positive numbers of seconds, at least {_LEAST_STEP_S}, such "
+                f"as [0.5,1.2]."
+            )
         for name in ("step_time_spread", "step_time_jitter"):
             if not 0 <= getattr(self, name) <= _MAX_SIGMA:
                 raise ConfigError(f"{name}={getattr(self, name)}: a sigma is between 0 and {_MAX_SIGMA}. Use 0 for none.")
@@ -169,7 +175,8 @@ class Cluster:
         counts = self._counts()
         if not counts or not all(1 <= count <= self.islands for count in counts):
             raise ConfigError(
-                f"pool={list(counts)}: each count is between 1 and islands={self.islands}. Raise islands, or lower the counts."
+                f"pool={shown(list(counts))}: each count is between 1 and islands={self.islands}. Raise islands, or lower the "
+                f"counts."
             )
         for away in self.away:
             if not (0 <= away.island < self.islands and 0 <= away.start < away.stop):
@@ -219,6 +226,14 @@ class Cluster:
         if not present:
             raise ConfigError(f"no island is left in round {round}: away={list(self.away)}. Leave at least one in every round.")
         return present
+
+    def check_presence(self, rounds: int) -> None:
+        """Refuse absences that leave a round without an island. Islands leave only where an absence starts or the pool changes."""
+        parts = len(self._counts())
+        changes = {0, *(away.start for away in self.away), *(-(-part * rounds // parts) for part in range(1, parts))}
+        for round in sorted(changes) if self.away else ():
+            if round < rounds:
+                self.present(round, rounds)
 
     def check_synchronous(self) -> None:
         """Refuse settings that only asynchronous algorithms support."""

@@ -24,7 +24,7 @@ from torch import nn
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import trainable
-from atoll.core.serialization import load_tree, read_tensors, write_tensors
+from atoll.core.serialization import expanded, load_tree, read_tensors, write_tensors
 from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions, load_model_tokenizer
 from atoll.data.text import Text
@@ -47,7 +47,7 @@ def export(folder: str | Path, out: str | Path) -> Path:
         ConfigError: the run is not finished, trained a user's workload, or `out` is not empty.
     """
     run, module = trained(folder)
-    out = Path(out).expanduser()
+    out = expanded(out)
     with _new_folder(out) as unfinished:
         if isinstance(run.model, Pretrained):
             assert isinstance(run.data, Instructions)
@@ -96,7 +96,7 @@ def _sizes(run: Run, folder: RunFolder) -> dict[str, int]:
 
 def load_exported(folder: str | Path) -> nn.Module:
     """The decoder or perceptron that `export` wrote, in evaluation mode. A pretrained model is loaded by its own library."""
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
         module: nn.Module = from_json(config["atoll"]).build(**config["sizes"], seed=0)

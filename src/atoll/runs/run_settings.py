@@ -19,7 +19,7 @@ from atoll.algorithms.eager import Eager
 from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import FSDP, ZeRO1
-from atoll.core.config.type_checks import check_positive, check_types
+from atoll.core.config.type_checks import WideInt, check_positive, check_types
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Correction, Rebases, Rule
 from atoll.data.gaussians import Gaussians
@@ -142,7 +142,7 @@ class Run:
     train: Train
     cluster: Cluster = Cluster()
     keep: Keep = Keep()
-    seed: int = 0
+    seed: WideInt = 0
     inside: TrainsDevices[Any] | None = None
 
     def __post_init__(self) -> None:

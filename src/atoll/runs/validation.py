@@ -5,6 +5,7 @@ Every message names the settings by their paths and the values that fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -239,7 +240,8 @@ def check_finetuning_inputs(run: Run) -> None:
 
 def _divisors(number: int, near: int) -> list[int]:
     """The divisors of `number` that are nearest to `near`."""
-    found = [part for part in range(1, number + 1) if number % part == 0]
+    small = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
+    found = {*small, *(number // part for part in small)}
     return sorted(sorted(found, key=lambda part: abs(part - near))[:_SHOWN])
 
 

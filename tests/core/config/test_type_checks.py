@@ -1,4 +1,6 @@
+import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +12,7 @@ from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
-from atoll.core.config.type_checks import check_type, check_types
+from atoll.core.config.type_checks import Seconds, SecondsOrInfinite, check_type, check_types, shown
 from atoll.core.errors import ConfigError
 from atoll.data.text import Text
 from atoll.optim.adam import AdamW
@@ -141,3 +143,53 @@ def test_what_is_as_natural_to_write_is_taken():
 def test_a_long_value_is_shown_by_its_beginning():
     with pytest.raises(ConfigError, match=r"steps='a{59}\.\.\. is not a whole number"):
         Settings(steps="a" * 1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limited:
+    count: int = 1
+    rate: float = 1.0
+    wait_s: Seconds | None = None
+    times_s: tuple[Seconds, ...] = ()
+    grace_s: SecondsOrInfinite = 0.0
+    name: str = ""
+
+    def __post_init__(self):
+        check_types(self)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"count": 10**10}, r"count=10000000000: it is at most 1,000,000,000\. Give such a number"),
+        ({"count": -(10**10)}, r"count=-10000000000: it is at least -1,000,000,000\."),
+        ({"count": 10**5000}, r"count=a number of too many digits: it is at most"),
+        ({"rate": 10**400}, r"rate=1000.*\.\.\.: it is at most 1e\+300"),
+        ({"wait_s": math.inf}, r"wait_s=inf: it is at most 31,622,400 seconds \(a year\)"),
+        ({"wait_s": math.nan}, r"wait_s=nan: it is at most"),
+        ({"wait_s": 10**400}, r"wait_s=1000.*at most 31,622,400"),
+        ({"times_s": (1.0, 1e308)}, r"times_s\[1\]=1e\+308: it is at most"),
+        ({"grace_s": 1e300}, r"grace_s=1e\+300: it is at most 31,622,400 seconds \(a year\), or inf\."),
+        ({"grace_s": -math.inf}, r"grace_s=-inf: it is at least"),
+        ({"name": "x" * 5000}, r"name='xxx.*\.\.\. has 5000 characters, and a text has at most 4096"),
+        ({"name": "a\0b"}, r"has the control character or half of a character '\\x00'"),
+        ({"name": "\ud800"}, r"half of a character '\\ud800'"),
+    ],
+)
+def test_numbers_and_texts_beyond_their_limits_are_refused_in_one_short_line(given, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        Limited(**given)
+    assert len(str(refused.value)) < 250
+    assert str(refused.value).isprintable()
+
+
+def test_numbers_within_their_limits_are_taken():
+    largest = 366 * 86_400.0
+    Limited(count=10**9, rate=1e300, wait_s=largest, times_s=(0.0, largest), grace_s=math.inf, name="é\u202f" * 2048)
+    Limited(rate=Fraction(1, 3), wait_s=np.float32(0.5))
+    assert Limited(rate=math.inf).rate == math.inf, "its own record would refuse it, with advice"
+
+
+def test_what_is_shown_of_a_value_is_one_short_line():
+    assert shown("a\nb") == "'a\\nb'"
+    assert shown("x" * 100) == "'" + "x" * 59 + "..."

@@ -28,6 +28,8 @@ from atoll.core.config.list_settings import NO_CANDIDATES, NO_PRESETS, WORDS, Ca
 from atoll.core.errors import ConfigError
 
 R = TypeVar("R")
+_LONGEST_PATH, _LONGEST_VALUE = 256, 1 << 17
+"""Characters. Linux passes no longer argument to a command, and no path of a setting is nearly as long."""
 _SCALARS = (NoneType, bool, Literal, int, float, Path, str)  # in this order: text last, since everything is text
 
 
@@ -58,6 +60,8 @@ class _Expr(NamedTuple):
         return {argument.arg: self._part(argument.value) for argument in found if argument.arg}
 
     def _part(self, node: ast.expr) -> _Expr:
+        if self.whole.isascii() and node.lineno == node.end_lineno == 1:  # `get_source_segment` splits all of the text each time
+            return _Expr(self.whole[node.col_offset : node.end_col_offset], node, self.whole)
         return _Expr(ast.get_source_segment(self.whole, node) or "", node, self.whole)
 
     def called(self) -> str | None:
@@ -90,9 +94,14 @@ def _merge(base: _Edit, later: _Edit) -> _Edit:
 
 def _assignment(text: str, run: Any) -> _Edit:
     path, equals, value = text.partition("=")
+    if len(path) > _LONGEST_PATH or len(value) > _LONGEST_VALUE:
+        raise ConfigError(
+            f"{tc.shown_text(text)} has {len(path)} characters before '=' and {len(value)} behind it. Settings are given as "
+            f"path=value, with at most {_LONGEST_PATH} and {_LONGEST_VALUE} characters. Shorten it."
+        )
     if not equals:
         raise ConfigError(
-            f"{text!r} has no '='. Settings are given as path=value. Write for example {_example(path.strip(), run)}."
+            f"{tc.shown(text)} has no '='. Settings are given as path=value. Write for example {_example(path.strip(), run)}."
         )
     edit = _Edit(_parse(value.strip()))
     for part in reversed(path.strip().split(".")):
@@ -105,7 +114,7 @@ def _example(path: str, run: Any) -> str:
     now = {setting.path: setting.text for setting in describe(run)}
     near = difflib.get_close_matches(path, now, n=1)
     meant = path if path in now else near[0] if near else ""
-    return f"{meant}={now[meant]}" if meant else "seed=1"
+    return f"{meant}={tc.shown_text(now[meant])}" if meant else "seed=1"
 
 
 def _parse(text: str) -> _Expr:
@@ -159,25 +168,28 @@ class _Editor:
                 return replace(now, **values)
         if isinstance(now, tuple):
             return self._items(edit, now, hint, at)
-        inner, what = next(iter(edit.inside)), "not set" if now is MISSING else text_of(now)
+        inner, what = next(iter(edit.inside)), "not set" if now is MISSING else tc.shown_text(text_of(now))
         example = next((f"{at}={n}({inner}=...)" for n, kind in classes.items() if inner in tc.settable(kind)), f"{at}=...")
         raise ConfigError(
-            f"{at}.{inner}: {at} is {what} now, which has nothing inside. Allowed there: {type_text(hint, self.candidates)}. "
-            f"Give {at} as a whole, such as {example}."
+            f"{at}.{tc.shown_text(inner)}: {at} is {what} now, which has nothing inside. Allowed there: "
+            f"{type_text(hint, self.candidates)}. Give {at} as a whole, such as {example}."
         )
 
     def _construct(self, kind: type, expr: _Expr, edit: _Edit, at: str) -> Any:
         """A new dataclass from `Name(field=value)`, with what was given for its fields by later paths."""
         if isinstance(expr.node, ast.Call) and (expr.node.args or len(expr.keywords()) < len(expr.node.keywords)):
             raise ConfigError(
-                f"{at}={expr.text}: values need names. Write {kind.__name__}({', '.join(tc.settable(kind))}) with name=value."
+                f"{at}={tc.shown_text(expr.text)}: values need names. Write {kind.__name__}({', '.join(tc.settable(kind))}) with "
+                f"name=value."
             )
         given = _merge(_Edit(None, {name: _Edit(part) for name, part in expr.keywords().items()}), _Edit(None, edit.inside))
         values = self._values(given, kind, None, at)
         missing = tc.missing_fields(kind, values)
         if missing:
             example = ", ".join(f"{name}=..." for name in missing)
-            raise ConfigError(f"{at}={expr.text}: {kind.__name__} needs {', '.join(missing)}. Write {kind.__name__}({example}).")
+            raise ConfigError(
+                f"{at}={tc.shown_text(expr.text)}: {kind.__name__} needs {', '.join(missing)}. Write {kind.__name__}({example})."
+            )
         with _refusal_at(at):
             return kind(**values)
 
@@ -195,7 +207,9 @@ class _Editor:
         for key, inner in edit.inside.items():
             if not (key.isdecimal() and int(key) < len(items)):
                 allowed = f"allowed are {at}.0 to {at}.{len(items) - 1}" if items else "it is empty"
-                raise ConfigError(f"{at}.{key}: {at} has {len(items)} items: {allowed}. To change how many, give {at}=[...] whole.")
+                raise ConfigError(
+                    f"{at}.{tc.shown_text(key)}: {at} has {len(items)} items: {allowed}. To change how many, give {at}=[...] whole."
+                )
             items[int(key)] = self.apply(inner, items[int(key)], hints[int(key)], f"{at}.{key}")
         return tuple(items)
 
@@ -214,17 +228,21 @@ class _Editor:
         named = self.presets.get(at, {})
         near = difflib.get_close_matches(expr.called() or "", [*classes, *named], n=1)
         advice = (
-            f"Did you mean {near[0]}?" if near else f"It is {text_of(now)} now." if now is not MISSING else "Correct the value."
+            f"Did you mean {near[0]}?"
+            if near
+            else f"It is {tc.shown_text(text_of(now))} now."
+            if now is not MISSING
+            else "Correct the value."
         )
         allowed = " | ".join(dict.fromkeys([*type_text(hint, self.candidates).split(" | "), *classes, *named]))
-        return f"{at}={expr.text}: this value cannot stand here. Allowed: {allowed}. {advice}"
+        return f"{at}={tc.shown_text(expr.text)}: this value cannot stand here. Allowed: {allowed}. {advice}"
 
     def _unknown(self, path: str, kind: type, at: str) -> str:
         known = dict.fromkeys([*self.known, *(tc.joined(at, name) for name in tc.settable(kind))])
         same = [other for other in known if other.rpartition(".")[2] == path.rpartition(".")[2]]
         near = list(dict.fromkeys([*same[:3], *difflib.get_close_matches(path, known, n=3)]))
         hint = f"Near it: {', '.join(near)}" if near else f"It has: {', '.join(tc.settable(kind))}"
-        return f"{path}: {kind.__name__} has no such setting. {hint}. `atoll show` lists all settings."
+        return f"{tc.shown_text(path)}: {kind.__name__} has no such setting. {hint}. `atoll show` lists all settings."
 
 
 def _scalar(expr: _Expr, kind: Any, hint: Any) -> Any:
@@ -242,7 +260,10 @@ def _scalar(expr: _Expr, kind: Any, hint: Any) -> Any:
         whole = isinstance(value, float) and value.is_integer()  # 1e6 is a usual way to write a count
         return int(value) if type(value) is int or whole else MISSING
     if kind is float:
-        return float(value) if type(value) in (int, float) else MISSING
+        try:
+            return float(value) if type(value) in (int, float) else MISSING
+        except OverflowError:  # a whole number of hundreds of digits, which its record refuses
+            return value
     text = value if isinstance(value, str) else expr.text
     return Path(text) if kind is Path else text
 

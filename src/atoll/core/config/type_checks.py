@@ -1,20 +1,23 @@
 """Types of the fields of records: what a field may hold, and the refusal of values of another type. Records are dataclasses.
 
 A frozen dataclass checks its fields against their declared types. A Protocol is checked by its members, since any object that has
-them will do.
+them will do. Numbers and texts have limits too, so that no engine meets a number that a clock, a socket or a sum cannot hold. The
+limits of a field are those of its type, unless an annotation declares others: `latency_s: Seconds`.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache, partial
 from inspect import get_annotations
 from numbers import Integral, Real
 from os import PathLike, fspath
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from unicodedata import category
 
 import atoll
 from atoll.core.errors import ConfigError
@@ -39,15 +42,41 @@ _EXAMPLES = {
 """Examples of types that are not constructed by their own names."""
 _SHOWN = 60
 """Characters of a value in a message."""
+_LONGEST_TEXT = 4096
+"""Characters of a text. Texts are names and paths, and no path of Linux is longer."""
+
+
+class AtMost(NamedTuple):
+    """The largest number that a field takes, in either direction. `of` says what it counts. Infinity is refused unless `or_inf`."""
+
+    number: float
+    of: str = ""
+    or_inf: bool = False
+
+
+COUNT, NUMBER = AtMost(10**9), AtMost(1e300)
+"""The limits of whole numbers and of other numbers without an annotation. Infinity and NaN are left to the record's own checks
+then, which know better advice."""
+WideInt = Annotated[int, AtMost(2**53)]
+"""Seeds, and bytes and examples of data sets."""
+LayerSize = Annotated[int, AtMost(2**20)]
+"""One side of a matrix of weights: the number of elements of the matrix fits into 64 bits."""
+Seconds = Annotated[float, AtMost(366 * 86_400.0, " seconds (a year)")]
+Bandwidth = Annotated[float, AtMost(1e12, " Mbit/s", or_inf=True)]
+Timeout = Annotated[float, AtMost(1e6, " seconds (11 days)")]
+"""Seconds that a process really waits: in milliseconds they fit into 31 bits, as sockets need."""
+OrInfinite = Annotated[float, AtMost(NUMBER.number, or_inf=True)]
+SecondsOrInfinite = Annotated[float, AtMost(366 * 86_400.0, " seconds (a year)", or_inf=True)]
 
 
 def check_types(instance: Any) -> None:
     """Refuse fields whose values are not of their declared types. Lists are accepted for tuples, and paths for text."""
     kind: Any = type(instance)
-    hints = hints_of(kind)
+    hints, limits = hints_of(kind), _limits_of(kind)
     for field in fields(instance):
         given = getattr(instance, field.name)
         converted = _convert(field.name, given, hints[field.name])
+        _check_limits(field.name, converted, limits[field.name])
         if converted is not given:  # lists are not hashable
             object.__setattr__(instance, field.name, converted)
 
@@ -64,6 +93,53 @@ def check_positive(record: Any, *names: str, path: str = "") -> None:
             raise ConfigError(f"{path}{name}={getattr(record, name)}: at least 1 is needed. Give a positive number.")
 
 
+def _check_limits(name: str, value: Any, most: AtMost) -> None:
+    """Refuse a number or a text beyond its limits, also in a list."""
+    if isinstance(value, tuple):
+        for at, item in enumerate(value):
+            _check_limits(f"{name}[{at}]", item, most)
+    elif isinstance(value, str):
+        _check_text(name, value)
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        number = int(value) if isinstance(value, Integral) else float(value)
+        if most is NUMBER and not abs(number) < math.inf:
+            return
+        if number != number or (abs(number) > most.number and not (most.or_inf and number == math.inf)):
+            largest = f"{most.number:,.0f}" if most.number < 1e15 else f"{most.number:g}"
+            bound = f"at least -{largest}" if number < 0 else f"at most {largest}"
+            raise ConfigError(
+                f"{name}={shown(value)}: it is {bound}{most.of}{', or inf' if most.or_inf else ''}. Give such a number."
+            )
+
+
+def _check_text(name: str, value: str) -> None:
+    if len(value) > _LONGEST_TEXT:
+        raise ConfigError(
+            f"{name}={shown(value)} has {len(value)} characters, and a text has at most {_LONGEST_TEXT}. Give a shorter one."
+        )
+    odd = next((character for character in value if category(character) in ("Cc", "Cs")), None)
+    if odd is not None:
+        raise ConfigError(
+            f"{name}={shown(value)} has the control character or half of a character {odd!a}, and names and paths have none. Leave "
+            f"it out, or rename the file."
+        )
+
+
+@cache
+def _limits_of(kind: type) -> Mapping[str, AtMost]:
+    """The limits of a record's fields: those that it declares, or those of their types."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: next(_limits_in(hint), COUNT) for name, hint in hints.items()}
+
+
+def _limits_in(hint: Any) -> Iterator[AtMost]:
+    yield from (extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, AtMost))
+    for inner in get_args(hint):
+        yield from _limits_in(inner)
+    if hint in (float, Any):
+        yield NUMBER
+
+
 def _convert(name: str, value: Any, hint: Any) -> Any:
     """The value, converted where a list or path was given; an error if it does not fit."""
     expected = _expected(hint)
@@ -73,7 +149,7 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         kinds = item_hints(hint, len(value))
         if kinds is None:
             raise ConfigError(
-                f"{name}={_shown(value)} has {len(value)} entries, and takes {len(get_args(expected.lists[0]))}. Give as many."
+                f"{name}={shown(value)} has {len(value)} entries, and takes {len(get_args(expected.lists[0]))}. Give as many."
             )
         converted = tuple(_convert(f"{name}[{at}]", value[at], kind) for at, kind in enumerate(kinds))
         unchanged = isinstance(value, tuple) and all(map(operator.is_, converted, value))
@@ -148,19 +224,19 @@ def _refusal(value: Any, expected: _Expected) -> str:
     *others, last = expected.names or ["None"]
     wanted = f"{', '.join(others)} or {last}" if others else last
     if expected.choices and isinstance(value, str):
-        return f"={value!r} is none of {', '.join(map(repr, expected.choices))}. Use one of them."
+        return f"={shown(value)} is none of {', '.join(map(repr, expected.choices))}. Use one of them."
     if expected.lists and not isinstance(value, str):
-        return f"={_shown(value)} is not a list. Give one, such as [{_shown(value)}]."
+        return f"={shown(value)} is not a list. Give one, such as [{shown(value)}]."
     if isinstance(value, str) and _is_number(value) and {"a whole number", "a number"} & {*expected.names}:
-        return f"={value!r} is text, not {wanted}. Leave out the quotation marks."
+        return f"={shown(value)} is text, not {wanted}. Leave out the quotation marks."
     if isinstance(value, type):
         return f" is the class {value.__name__}, not {wanted}. {_advice(expected, value)}"
     if callable(value) and hasattr(value, "__name__"):
         return f" is the function {value.__name__}, not {wanted}. If it returns one, call it: {value.__name__}(...)."
     if isinstance(value, Real) or type(value).__module__ == "builtins":
         if len(expected.kinds) == len(expected.names) > 1 and not any(map(is_protocol, expected.kinds)):
-            return f"={_shown(value)} is none of {', '.join(map(_example, expected.kinds))}. Use one of them."
-        return f"={_shown(value)} is not {wanted}. {_advice(expected)}"
+            return f"={shown(value)} is none of {', '.join(map(_example, expected.kinds))}. Use one of them."
+        return f"={shown(value)} is not {wanted}. {_advice(expected)}"
     package = type(value).__module__.partition(".")[0]
     kind = type(value).__name__ if package in ("__main__", "atoll") else f"{type(value).__module__}.{type(value).__name__}"
     nearest = min((missing(value, protocol) for protocol in expected.kinds if is_protocol(protocol)), key=len, default=[])
@@ -185,9 +261,19 @@ def _example(kind: type) -> str:
     return _EXAMPLES.get(kind.__name__, f"{named}(...)")
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def shown(value: Any) -> str:
+    """The value in a message, of bounded length and on one line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print whole numbers of more than 4300 digits
+        return "a number of too many digits"
+    text = text if text.isprintable() else ascii(text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def shown_text(text: str) -> str:
+    """What a user has written, without quotation marks where it is short and printable."""
+    return text if len(text) <= 4 * _SHOWN and text.isprintable() else shown(text)
 
 
 def _is_number(text: str) -> bool:

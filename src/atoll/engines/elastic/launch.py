@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm
@@ -32,7 +33,7 @@ from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
 from atoll.engines.liveness import exit_with
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
-from atoll.engines.spec import with_settings, write_spec
+from atoll.engines.spec import read_spec, with_settings, write_spec
 from atoll.runs.validation import check_devices_share_batch
 from atoll.telemetry.sinks import Fanout
 
@@ -46,10 +47,25 @@ def start(request: RunRequest) -> Result:
     if request.run is not None and not isinstance(request.run.algorithm, AsyncAlgorithm):  # the spec refuses those
         algorithm: Any = request.run.resolved.algorithm
         refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), SimpleNamespace(rank=0, size=1)))
+    spec = request.spec if request.spec is not None or request.out is None else read_spec(request.out)
+    if isinstance(spec, Elastic):
+        check_own_address(spec)
     with request.open() as task:
         if not task.finished:
             supervise(task)
         return task.reopen()
+
+
+def check_own_address(spec: Elastic) -> None:
+    """Refuse to listen on an address that is not this machine's, before the run has a folder."""
+    try:
+        socket.create_server((spec.host, 0)).close()
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        raise ConfigError(
+            f"engine.listen={spec.listen}: this machine cannot listen there ({why}). Give one of its own IPv4 "
+            f"addresses or its name, or leave it out for islands on this machine alone."
+        ) from error
 
 
 def joining_line(address: str) -> str:
@@ -82,39 +98,48 @@ def supervise(task: RunTask) -> None:
             supervisor.run()
 
 
-JOIN_TIMEOUT_S, LOCAL_TIMEOUT_S = 3600.0, 60.0
-"""How long a joiner, and an island that the supervisor started, look for the run."""
+LOCAL_TIMEOUT_S = 60.0
+"""How long an island that the supervisor started looks for the run."""
+_JOINERS_OWN = ("engine.devices", "engine.join_timeout_s")
 _POLL_S = 0.2
 
 
 def join_run(address: str, settings: Sequence[str], others: Sequence[str] = ()) -> None:
-    """Be one more island of the run at this address, HOST:PORT. A joiner has one setting of its own, `engine.devices`, by default
-    as the run's islands have. Refuses all other settings, and the user's other options."""
-    foreign = [setting for setting in settings if setting.partition("=")[0] != "engine.devices"]
+    """Be one more island of the run at this address, HOST:PORT. A joiner has two settings of its own: `engine.devices`, by default
+    as the run's islands have, and `engine.join_timeout_s`. Refuses all other settings, and the user's other options."""
+    foreign = [setting for setting in settings if setting.partition("=")[0] not in _JOINERS_OWN]
     if others or foreign:
         raise ConfigError(
-            f"{', '.join([*others, *foreign])} with --join: a joiner fetches the run from its address. Its own is --set "
-            f"engine.devices=N alone. Leave out the others."
+            f"{shown_text(', '.join([*others, *foreign]))} with --join: a joiner fetches the run from its address. Its own "
+            f"settings are {' and '.join(_JOINERS_OWN)}. Leave out the others."
         )
     spec = with_settings(Elastic(), settings)
     assert isinstance(spec, Elastic)
     check_address(address)
-    # The run may be started after the joiner. A user who mistyped the address learns how long the joiner looks for it.
-    log(f"looking for the run at {address} for at most {JOIN_TIMEOUT_S:.0f} s; Ctrl-C ends it")
+    if spec.join_timeout_s:
+        log(f"looking for the run at {address} for at most {spec.join_timeout_s:g} s; Ctrl-C ends it")
     # Two containers on one machine's network may have the same host name and the same process id.
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    run_island(address, name, None, devices=spec.devices if settings else None)
+    own_devices = any(setting.startswith("engine.devices=") for setting in settings)
+    run_island(address, name, None, devices=spec.devices if own_devices else None, join_timeout_s=spec.join_timeout_s)
 
 
 def run_island(
-    address: str, name: str, folder: Path | None, *, devices: int | None = None, interpose: Interpose | None = None
+    address: str,
+    name: str,
+    folder: Path | None,
+    *,
+    devices: int | None = None,
+    interpose: Interpose | None = None,
+    join_timeout_s: float = LOCAL_TIMEOUT_S,
 ) -> NoReturn:
-    """Be the island of this name, unlike all others', until the run at this address is over, then end the process."""
+    """Be the island of this name, unlike all others', until the run at this address is over, then end the process. A joiner has no
+    `folder`, and looks for the run for `join_timeout_s`."""
     if folder is not None:
         end_with_supervisor()
     os.environ.setdefault("RUST_LOG", "warn")  # torchft logs every quorum
     try:
-        join_info = fetch_join_info(address, LOCAL_TIMEOUT_S if folder is not None else JOIN_TIMEOUT_S)
+        join_info = fetch_join_info(address, join_timeout_s) if folder is not None else _find_run(address, join_timeout_s)
         host = _host_towards(address)
         torch.set_num_threads(join_info.run.cluster.threads_per_island)
         log(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
@@ -160,6 +185,18 @@ def fetch_join_info(address: str, timeout_s: float) -> JoinInfo:
 
     with log_while_waiting(log, f"waiting for the run at {address}"):
         return retry(fetch, ExchangeFailed, timeout_s, _POLL_S)
+
+
+def _find_run(address: str, timeout_s: float) -> JoinInfo:
+    """What a joiner's run is. A mistyped address ends the joiner at once, unless the user lets it wait."""
+    try:
+        return fetch_join_info(address, timeout_s)
+    except ExchangeFailed as error:
+        why = str(error.__cause__ or error)
+        raise ConfigError(
+            f"--join {address}: no run answers there ({why}). Give the address that the run printed when it started; if it may "
+            f"appear later, let the joiner wait: --set engine.join_timeout_s=600."
+        ) from error
 
 
 def end_with_supervisor() -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from atoll.core.config.json_records import from_json, to_json
+from atoll.core.config.type_checks import OrInfinite, Timeout, shown_text
 from atoll.core.errors import ConfigError
-from atoll.engines.process_spec import ProcessSpec
+from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
 from atoll.runs.run_settings import Run
 from atoll.runs.validation import check_devices_share_batch
+
+_HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+"""An IPv4 address or a name. Whether it can be resolved is seen when it is used."""
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,7 @@ class Elastic(ProcessSpec):
         max_delta_ratio: a delta is refused if its norm exceeds the recent norms by this factor.
         listen: HOST:PORT of the run's rendezvous; islands of other machines must reach it. Port 0 takes a free one.
         devices: of each island. They share each of its batches, and its steps equal those of one device.
+        join_timeout_s: of a joiner: how long it looks for a run whose name or address appears late; 0: it tries once.
     """
 
     name: ClassVar[str] = "elastic"
@@ -36,23 +43,25 @@ class Elastic(ProcessSpec):
 
     processes: int | None = None
     step_delay: float | None = None
-    quorum_timeout_s: float = 600.0
-    start_timeout_s: float = 60.0
-    heartbeat_timeout_s: float = 1.0
-    max_delta_ratio: float = 25.0
+    quorum_timeout_s: Timeout = 600.0
+    start_timeout_s: Timeout = 60.0
+    heartbeat_timeout_s: Timeout = 1.0
+    max_delta_ratio: OrInfinite = 25.0
     listen: str = "127.0.0.1:0"
     devices: int = 1
+    join_timeout_s: Timeout = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         host, port = self.host, self.listen.rpartition(":")[2]
-        is_address = bool(host) and ":" not in host and port.isdecimal() and int(port) < 1 << 16
+        is_address = bool(_HOST.fullmatch(host)) and bool(_PORT.fullmatch(port)) and int(port) < 1 << 16
         connects = "islands connect to this address, so it must be one that this machine has, such as 192.0.2.7, or its name"
         stalls = "at least 0.5, since islands send ten heartbeats a second. Leave it out for 1, or raise it for links that stall"
         self.check(
             ("devices", self.devices >= 1, "an island has at least 1. Leave it out for 1"),
-            ("quorum_timeout_s", self.quorum_timeout_s > 0, "seconds, more than 0"),
+            ("quorum_timeout_s", self.quorum_timeout_s >= LEAST_TIMEOUT_S, f"seconds, at least {LEAST_TIMEOUT_S}"),
             ("start_timeout_s", self.start_timeout_s >= 0, "seconds, 0 or more"),
+            ("join_timeout_s", self.join_timeout_s >= 0, "seconds, 0 or more. Leave it out to look for the run once"),
             ("heartbeat_timeout_s", self.heartbeat_timeout_s >= 0.5, stalls),
             ("listen", is_address, "it is HOST:PORT over IPv4, such as 192.0.2.7:7000; port 0 is a free one"),
             ("listen", host != "0.0.0.0", connects),
@@ -96,8 +105,11 @@ def check_address(address: str) -> None:
     atoll.core.errors.ConfigError: --join localhost: it is HOST:PORT, ...
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"--join {address}: it is HOST:PORT, the address that the run printed when it started.")
+    if not _HOST.fullmatch(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
+        raise ConfigError(
+            f"--join {shown_text(address)}: it is HOST:PORT over IPv4, such as 192.0.2.7:7000, the address that the run printed "
+            f"when it started. Copy it from there."
+        )
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from atoll.core.config.type_checks import Timeout
 from atoll.core.errors import ConfigError
-from atoll.engines.process_spec import ProcessSpec
+from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
 from atoll.runs.run_settings import Run, device_of
 
 
@@ -32,17 +33,17 @@ class Processes(ProcessSpec):
 
     processes: int | None = None
     step_delay: float | None = None
-    exchange_timeout_s: float | None = None
-    start_timeout_s: float = 3600.0
+    exchange_timeout_s: Timeout | None = None
+    start_timeout_s: Timeout = 3600.0
     backend: Literal["gloo", "nccl"] = "gloo"
     network: Literal["loopback", "trusted"] = "loopback"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        timeout_s = self.exchange_timeout_s
+        timeout_s, least = self.exchange_timeout_s, f"it is more than 0 seconds, at least {LEAST_TIMEOUT_S}"
         self.check(
-            ("exchange_timeout_s", timeout_s is None or timeout_s > 0, "it is more than 0 seconds. Leave it out to derive it"),
-            ("start_timeout_s", self.start_timeout_s > 0, "it is more than 0 seconds. Leave it out for 3600"),
+            ("exchange_timeout_s", timeout_s is None or timeout_s >= LEAST_TIMEOUT_S, f"{least}. Leave it out to derive it"),
+            ("start_timeout_s", self.start_timeout_s >= LEAST_TIMEOUT_S, f"{least}. Leave it out for 3600"),
         )
 
     def fitted(self, run: Run) -> Run:

@@ -108,7 +108,7 @@ def check_reachable(address: str) -> str:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"engine.address={address}: nothing listens there ({error}). Give host and port of a Ray that was started by "
             f"`ray start --head --node-ip-address HOST --port PORT`, or leave it out to start one on this machine."

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from atoll.core.config.type_checks import Timeout
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import AsyncAlgorithm, Plan
-from atoll.engines.process_spec import ProcessSpec
+from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
 from atoll.runs.run_settings import Run
 from atoll.runs.validation import check_devices_share_batch
 
@@ -36,17 +37,17 @@ class Ray(ProcessSpec):
     devices: int = 1
     max_workers: int | None = None
     step_delay: float | None = None
-    save_every_s: float = 30.0
-    hub_timeout_s: float = 300.0
+    save_every_s: Timeout = 30.0
+    hub_timeout_s: Timeout = 300.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least, most = self.processes or 1, self.max_workers
+        least, most, least_s = self.processes or 1, self.max_workers, f"it is more than 0 seconds, at least {LEAST_TIMEOUT_S}"
         self.check(
             ("devices", self.devices >= 1, "a worker has at least 1. Leave it out for 1"),
             ("max_workers", most is None or most >= least, f"at least engine.processes={least}. Leave it out for no more"),
-            ("save_every_s", self.save_every_s > 0, "it is more than 0 seconds. Leave it out for 30"),
-            ("hub_timeout_s", self.hub_timeout_s > 0, "it is more than 0 seconds. Leave it out for 300"),
+            ("save_every_s", self.save_every_s >= LEAST_TIMEOUT_S, f"{least_s}. Leave it out for 30"),
+            ("hub_timeout_s", self.hub_timeout_s >= LEAST_TIMEOUT_S, f"{least_s}. Leave it out for 300"),
         )
 
     def fitted(self, run: Run) -> Run:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from atoll.core.config.type_checks import check_types
+from atoll.core.config.type_checks import WideInt, check_types
 from atoll.core.errors import ConfigError
 
 LIGHTHOUSE = "lighthouse"
@@ -51,7 +51,7 @@ class FullDisk(_ValidatedFields):
     """One process cannot write a file longer than `file_bytes` for `for_s` seconds, as on a full disk."""
 
     victim: str
-    file_bytes: int
+    file_bytes: WideInt
     for_s: float
 
 
