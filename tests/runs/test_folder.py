@@ -17,6 +17,7 @@ import torch
 
 from atoll.core.config.json_records import to_json
 from atoll.core.errors import ConfigError
+from atoll.core.verified_files import json_digest
 from atoll.runs.folder import RunFolder, default_path, differences, source
 
 
@@ -53,10 +54,15 @@ def made(path: Path, run: Run | None = None) -> RunFolder:
 def test_a_folder_that_was_made_opens_with_its_run(tmp_path):
     folder = made(tmp_path / "a" / "b")
     assert RunFolder.open(tmp_path / "a" / "b") == folder
-    assert folder.run == Run()
+    assert folder.run_json == to_json(Run())
     saved = json.loads((tmp_path / "a" / "b" / "run.json").read_text())
-    assert saved == {"format": 2, **to_json(Run())}
-    assert sorted(path.name for path in folder.path.iterdir()) == ["run.json", "source.txt"]
+    assert saved == {"blake2b": json_digest({"format": 2, **to_json(Run())}), "format": 2, **to_json(Run())}
+    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "run.json", "source.txt"]
+
+
+def test_a_folder_may_not_name_another_class_than_a_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"the Run has the type 'tests\.runs\.test_folder\.Run', which does not fit there"):
+        made(tmp_path).run  # noqa: B018
 
 
 def test_an_empty_folder_is_taken(tmp_path):
@@ -92,7 +98,15 @@ def test_what_is_not_a_runs_folder_is_not_opened(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"), [("{", "cannot be read"), ("", "cannot be read"), ("[]", "holds a list"), ("\xff", "cannot")]
+    ("text", "complaint"),
+    [
+        ("{", "cannot be read"),
+        ("", "cannot be read"),
+        ("[]", r"cannot be read \(ValueError: it holds a list"),
+        ("\xff", "cannot"),
+        ("[" * 1_000_000, "cannot be read .* nested more than 200 levels deep"),
+        ('{"type":' * 500 + "1" + "}" * 500, "cannot be read .* nested more than 200 levels deep"),
+    ],
 )
 def test_a_run_that_cannot_be_read_is_refused(tmp_path, text: str, complaint: str):
     (tmp_path / "run.json").write_bytes(text.encode("latin-1"))

@@ -8,6 +8,7 @@ other than the one that wrote them.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -127,7 +128,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 def load_saved_tokenizer(file: Path) -> Tokenizer:
     """The tokenizer that a run or `prepare` saved; bytes if there is no such file."""
-    return load_tokenizer(str(file)) if file.exists() else ByteTokenizer()
+    return load_tokenizer(str(file)) if os.path.lexists(file) else ByteTokenizer()
 
 
 def bpe_vocab_size(spec: str) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from atoll.core import events as ev
 from atoll.core.errors import AtollError, CheckpointError
+from atoll.core.verified_files import check_digests
 from atoll.telemetry.async_summary import AsynchronySummary, read_asynchrony
 from atoll.telemetry.event_log import Clock, clock_of, read_events, read_kind
 from atoll.telemetry.run_progress import read_progress, read_settings
@@ -106,6 +107,7 @@ def read_summary(folder: str | Path) -> Summary:
     """The summary of a finished run. Raises an AtollError for an unfinished one, with the command that resumes it."""
     folder = Path(folder)
     read_settings(folder)  # refuses the folder of another version
+    check_digests(folder)
     log = folder / "events.jsonl"
     last: dict[type[ev.Event], Any] = {}
     for event in read_events(log, kinds=(ev.RunStarted, ev.Evaluated, ev.RunFinished)) if log.exists() else ():

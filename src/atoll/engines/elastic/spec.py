@@ -114,7 +114,7 @@ class JoinInfo:
     @staticmethod
     def from_text(text: str) -> JoinInfo:
         record = json.loads(text)
-        return JoinInfo(from_json(record["run"]), Elastic(**record["spec"]), record["lighthouse"])
+        return JoinInfo(from_json(record["run"], hint=Run), Elastic(**record["spec"]), record["lighthouse"])
 
 
 def check_same_origin(own: Mapping[str, str | None], other: Mapping[str, str | None], name: str) -> None:

@@ -116,7 +116,12 @@ def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
     lost = rounds_after(folder, after)
     if not same_session:  # the log was truncated at the start of this session, and the spec says what was lost then
         lost = LostRounds(lost.rounds + spec.lost.rounds, lost.local_updates + spec.lost.local_updates)
-    outbox, clock = EventOutbox(JsonlSink(folder.events, append_at=after)), WallClock()
+    log = (
+        JsonlSink(folder.events, append_at=after, digested=True)
+        if saved is None
+        else JsonlSink.at_record(folder.events, saved.metadata)
+    )
+    outbox, clock = EventOutbox(log), WallClock()
     state = HubState(spec.run, spec.engine, load_tree(spec.folder / INITIAL_WEIGHTS), spec.examples, epoch=epoch, sink=outbox)
     name = None if saved is None else Checkpoints.name(saved.round)
     if saved is not None:
@@ -200,8 +205,8 @@ class CheckpointWriter:
         """Weights are immutable, and shared. All else is copied, since the outer rule updates it in place."""
         began_s, state, now_s = time.monotonic(), self._hub.state, self._hub.clock.now_s()
         self._saved_progress = self._progress()
-        position, zero_s = self._hub.outbox.log.position(), time.monotonic() - now_s
-        metadata = {"events_bytes": position, "session": self._spec.session, "zero_s": zero_s, **self._spec.origin}
+        position, zero_s = self._hub.outbox.log.position_record(), time.monotonic() - now_s
+        metadata = {**position, "session": self._spec.session, "zero_s": zero_s, **self._spec.origin}
         held = state.hub.pin_weights()
         parts = copy.deepcopy(state.to_parts(now_s), {id(tree): tree for tree in held})
         self._snapshot_s += time.monotonic() - began_s
