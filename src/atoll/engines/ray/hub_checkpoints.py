@@ -18,6 +18,7 @@ from atoll.core import events as ev
 from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import load_tree
+from atoll.core.verified_files import open_to_append
 from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.ray.hub_state import HubState
 from atoll.engines.ray.messages import HubProcessSpec, LostRounds
@@ -38,14 +39,14 @@ def log_line(folder: Path, text: str) -> None:
     path = folder / "logs" / _HUB_LOG
     with suppress(OSError):  # a full disk does not end the run
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        with open_to_append(path) as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
 
 
 def lock_folder(folder: Path, log: Callable[[str], object], timeout_s: float = math.inf) -> int:
     """Waits until another hub of this run has ended: until then it may write the log and a newer checkpoint. Returns a file
     that holds the lock while it is open. Raises ExchangeFailed after `timeout_s` seconds."""
-    began_s, lock, logged = time.monotonic(), os.open(folder / _HUB_LOCK, os.O_WRONLY | os.O_CREAT, 0o644), False
+    began_s, lock, logged = time.monotonic(), os.open(folder / _HUB_LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
