@@ -259,6 +259,58 @@ with RunFolder.open(sys.argv[1]).lock():
 """
 
 
+CREATE = """
+import sys
+from pathlib import Path
+from atoll import recipes
+from atoll.core.errors import ConfigError
+from atoll.runs.folder import RunFolder
+from dataclasses import replace
+
+for number, line in enumerate(sys.stdin):
+    run = replace(recipes.toy_sync(), seed=1000 * int(sys.argv[2]) + number)
+    try:
+        RunFolder.create(Path(sys.argv[1]) / str(number), run, ["test"])
+        print("created", flush=True)
+    except ConfigError as error:
+        print("is a run's folder already" in str(error) or "is in use by" in str(error) or error, flush=True)
+"""
+
+
+def test_of_processes_that_create_one_folder_at_once_one_succeeds_with_its_own_run(tmp_path):
+    tries = 60
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", CREATE, str(tmp_path), str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for number in range(3)
+    ]
+    for attempt in range(tries):
+        if attempt % 2:
+            (tmp_path / str(attempt)).mkdir()
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        said = [process.stdout.readline().strip() for process in processes]
+        assert sorted(said) == ["True", "True", "created"]
+        assert RunFolder.open(tmp_path / str(attempt)).run.seed == 1000 * said.index("created") + attempt
+    for process in processes:
+        process.communicate()
+
+
+def test_a_lock_or_a_log_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
+    folder = made(tmp_path / "run")
+    (tmp_path / "other").write_text("precious")
+    for name in ("lock", "source.txt"):
+        (tmp_path / "run" / name).unlink()
+        (tmp_path / "run" / name).symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"lock is a symbolic link, and atoll writes nowhere else"), folder.lock():
+        pass
+    with pytest.raises(ConfigError, match=r"source\.txt is a symbolic link"):
+        folder.append_source("resumed", COMMAND)
+    assert (tmp_path / "other").read_text() == "precious"
+
+
 def test_two_processes_cannot_work_in_one_folder_and_a_dead_one_lets_go(tmp_path):
     folder = made(tmp_path)
     with subprocess.Popen(
