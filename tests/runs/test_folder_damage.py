@@ -292,7 +292,7 @@ def wrong(copy: Path, commands: Mapping[str, Command], share: int, repeats: int)
 
 
 # Files have 15 damages each, so that every 4th is each of them in turn.
-some_and_all = pytest.mark.parametrize(("share", "repeats"), [(4, 1), pytest.param(1, 6, marks=pytest.mark.slow)])
+some_and_all = pytest.mark.parametrize(("share", "repeats"), [(4, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
 
 
 @some_and_all
@@ -308,6 +308,17 @@ def test_an_interrupted_run_is_resumed_to_the_same_weights_or_refused(interrupte
     found, tried, refused = wrong(interrupted, {"resume": resume}, share, repeats)
     assert not found, "\n".join(found)
     assert tried > 80
+    assert tried / 4 < refused < tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [atoll.Processes(processes=2), atoll.Elastic(processes=2)], ids=["processes", "elastic"])
+def test_every_command_refuses_a_damaged_finished_run_of_real_processes_or_reads_it_right(text_run, engine):
+    base, run = text_run
+    shutil.rmtree(base / "root" / "run", ignore_errors=True)
+    atoll.run(run, engine=engine, out=base / "root" / "run")
+    found, tried, refused = wrong(_keep(base, engine.name), {**READERS, "resume": resume}, 2, 1)
+    assert not found, "\n".join(found)
     assert tried / 4 < refused < tried
 
 
