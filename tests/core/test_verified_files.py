@@ -76,7 +76,7 @@ def test_a_finished_folder_is_verified_file_by_file(tmp_path):
     write_text(tmp_path / "log", "events\n")
     (tmp_path / "weights.safetensors").write_bytes(b"1234")
     assert not check_digests(tmp_path)
-    write_digests(tmp_path, ["log", "weights.safetensors", "absent"])
+    write_digests(tmp_path, ["log", "weights.safetensors", "absent"], result="weights.safetensors")
     assert check_digests(tmp_path)
     for name, text, message in [
         ("log", "evENTS\n", r"log was changed since the run finished.*Restore it from a copy; or remove .*digests\.json"),
@@ -90,6 +90,9 @@ def test_a_finished_folder_is_verified_file_by_file(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             check_digests(tmp_path)
         (tmp_path / name).unlink() if before is None else (tmp_path / name).write_bytes(before)
+    (tmp_path / "weights.safetensors").rename(tmp_path / "elsewhere")
+    assert not check_digests(tmp_path), "without its weights a run is not finished"
+    (tmp_path / "elsewhere").rename(tmp_path / "weights.safetensors")
     (tmp_path / "log").unlink()
     with pytest.raises(CheckpointError, match="log is missing since"):
         check_digests(tmp_path)

@@ -123,28 +123,32 @@ def is_verified(path: Path) -> bool:
     return _SEAL in parse_json(path.read_bytes())
 
 
-def write_digests(folder: Path, names: Iterable[str]) -> None:
+def write_digests(folder: Path, names: Iterable[str], *, result: str) -> None:
     """Write digests.json with the sizes and digests of these files of a finished folder, and which are missing. A safetensors file
-    has its own digest."""
+    has its own digest. Without the file `result` the folder counts as not finished."""
     files: dict[str, Any] = {}
     for path in (folder / name for name in names):
         own = path.suffix == ".safetensors"
         entry = {"bytes": path.stat().st_size, **({} if own else {_SEAL: file_digest(path)})} if path.is_file() else None
         files[path.name] = entry
-    write_record(folder / DIGESTS, {"files": files}, CheckpointError)
+    write_record(folder / DIGESTS, {"result": result, "files": files}, CheckpointError)
 
 
 def check_digests(folder: Path) -> bool:
-    """Verify the files of a folder against its digests.json. Returns whether it has one. CheckpointError if a file was changed."""
+    """Verify the files of a finished folder against its digests.json. Returns whether it has one. CheckpointError if a file was
+    changed."""
     listed = folder / DIGESTS
     if not os.path.lexists(listed):
         return False
     remedy = f"Restore it from a copy; or remove {listed}, and {folder} is read without being verified."
     try:
-        files = read_record(listed)["files"]
+        record = read_record(listed)
+        files, result = record["files"], str(record["result"])
         expected = {str(name): entry and (entry["bytes"], entry.get(_SEAL)) for name, entry in files.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{listed} cannot be read ({one_line(error)}). {remedy}") from error
+    if not os.path.lexists(folder / result):
+        return False
     for path, entry in ((folder / name, entry) for name, entry in expected.items()):
         try:
             size = path.stat().st_size if path.is_file() else None

@@ -134,6 +134,7 @@ class RunRequest(RunInputs):
         with folder.lock():
             if self.run is None and not folder.finished:
                 folder.append_source("resumed", self.command)
+                folder.unseal()
                 write_spec(folder.path, spec)
             only_starts_ranks = spec.runs_on_ranks and not started_by_torchrun()  # rank 0 opens the folder again, and logs it
             if not folder.finished and not only_starts_ranks and (notice := precision_notice(run)):

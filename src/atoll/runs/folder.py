@@ -26,7 +26,7 @@ import atoll
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import joined
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.verified_files import check_digests, open_to_append, write_digests, write_record
+from atoll.core.verified_files import DIGESTS, check_digests, open_to_append, write_digests, write_record
 from atoll.runs.run_settings import Run
 from atoll.telemetry.run_progress import RUN_FORMAT, read_settings
 from atoll.telemetry.summary import read_summary
@@ -55,7 +55,8 @@ class RunFolder:
         """A new folder for this Run. Raises ConfigError if the path holds something already, or cannot be written. Of several
         processes that create one folder, one succeeds."""
         folder, record = RunFolder(Path(path)), {"format": RUN_FORMAT, **to_json(run)}
-        folder._refuse_contents()
+        if not os.path.lexists(folder.path / _LOCK):  # else another process may be creating it
+            folder._refuse_contents()
         with _writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
         with folder.lock():
@@ -124,7 +125,12 @@ class RunFolder:
             self.tokenizer,
             self.workload,
         )
-        write_digests(self.path, [path.name for path in names])
+        write_digests(self.path, [path.name for path in names], result=self.final.name)
+
+    def unseal(self) -> None:
+        """Remove the digests of a run that goes on, because its final weights were removed."""
+        with _writing(self.path):
+            (self.path / DIGESTS).unlink(missing_ok=True)
 
     def check_workload(self, name: str | None) -> None:
         """Refuse to open a run of a user's workload without that workload, and other runs with one. `name` is the name of the
