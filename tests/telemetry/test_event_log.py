@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from atoll.core.errors import CheckpointError
-from atoll.core.events import Evaluated, IslandLeft, Progress, Saved
-from atoll.telemetry.event_log import JsonlSink, read_events
+from atoll.core.events import Evaluated, IslandLeft, Progress, RunStarted, Saved
+from atoll.telemetry.event_log import JsonlSink, log_damage, read_events
 
 
 def saved(number: int) -> Saved:
     return Saved(round=number, name=f"round-{number}")
+
+
+EVENTS = [saved(1), saved(2), saved(3)]
 
 
 def write(path: Path, *numbers: int) -> int:
@@ -160,11 +163,11 @@ def test_a_log_that_changed_before_its_checkpoint_is_refused_and_what_follows_ma
     with JsonlSink(path, digested=True) as sink:
         sink.emit(EVENTS[0])
         sink.emit(EVENTS[1])
-        saved = sink.position_record()
+        record = sink.position_record()
         sink.emit(EVENTS[2])
     whole = path.read_bytes()
     path.write_bytes(whole[:-5] + b"xxxxx")
-    with JsonlSink.at_record(path, saved) as sink:
+    with JsonlSink.at_record(path, record) as sink:
         sink.emit(EVENTS[2])
         again = sink.position_record()
     assert path.read_bytes() == whole
@@ -173,7 +176,7 @@ def test_a_log_that_changed_before_its_checkpoint_is_refused_and_what_follows_ma
     for damaged in (whole[: len(whole) // 4], b"", bytes(len(whole)), whole.replace(b"e", b"f", 1)):
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"Restore it, or resume from an earlier checkpoint"):
-            JsonlSink.at_record(path, saved)
+            JsonlSink.at_record(path, record)
         assert path.read_bytes() == damaged, "nothing is cut off"
 
 
