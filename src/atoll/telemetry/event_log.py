@@ -190,8 +190,8 @@ def _open_at(path: Path, append_at: int, state: blake2b | None, digest: str | No
     if state is not None and digest is not None and state.hexdigest() != digest:
         file.close()
         raise CheckpointError(
-            f"{path} has changed since the checkpoint was written: its first {append_at} bytes do not match their digest. Restore "
-            f"it, or resume from an earlier checkpoint."
+            f"{path} is not the log that the checkpoint was written with: its first {append_at} bytes do not match their digest. "
+            f"It was changed, or the checkpoint was saved by another run. Restore it, or resume from an earlier checkpoint."
         )
     file.truncate(append_at)
     file.seek(append_at)

@@ -48,10 +48,12 @@ class HubClient:
             except (*self._lost, self._no_reply) as error:
                 waited_s = time.monotonic() - began_s
                 self._check_timeout(error, waited_s)
-                if waited_s - logged_s >= _LOG_EVERY_S and (waited_s >= _LOG_EVERY_S or not isinstance(error, self._no_reply)):
+                hangs = isinstance(error, self._no_reply)
+                # A watched call looks up every second, which is not worth a line.
+                if waited_s - logged_s >= _LOG_EVERY_S and not (hangs and self._watch is not None and waited_s < _LOG_EVERY_S):
                     logged_s = waited_s
                     self._log(f"the hub does not reply ({method}: {type(error).__name__}); waiting up to {self._timeout_s:g} s")
-                if not isinstance(error, self._no_reply):  # a hub that hangs has the call, and may still reply
+                if not hangs:  # a hub that hangs has the call, and may still reply
                     time.sleep(_RETRY_S)
                     reply = None
             else:
