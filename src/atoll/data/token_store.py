@@ -266,7 +266,7 @@ def _verify_tokens(path: Path, header: TokenFileHeader, tokens: Ids, log: Callab
     state, logged_s = blake2b(digest_size=_CHECKSUM_BYTES), time.monotonic()
     for start in range(0, len(tokens), _VERIFY_TOKENS):
         part = tokens[start : start + _VERIFY_TOKENS]
-        state.update(part)
+        state.update(part.data)
         largest = int(part.max())
         if largest >= header.vocab_size:
             raise DataError(f"{path} has the id {largest}, outside of its vocabulary of {header.vocab_size}. {_REMEDY}")
