@@ -3,10 +3,12 @@ undamaged folder. It never ends with another error, and never silently with anot
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -206,11 +208,12 @@ def resume(root: Path) -> Any:
 
 
 def report(root: Path) -> Any:
-    progress, console = read_progress(root / "run"), Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    progress, console = read_progress(root / "run"), Console(width=200, file=io.StringIO())
     for section in report_sections(root / "run"):
         console.print(section)
     trace = write_trace(root / "run", root / "trace.json").read_text()
-    return progress.position, read_summary(root / "run").to_json(), console.export_text(), trace
+    assert isinstance(console.file, io.StringIO)
+    return progress.position, read_summary(root / "run").to_json(), console.file.getvalue(), trace
 
 
 def compare_alone(root: Path) -> Any:
@@ -289,6 +292,7 @@ def wrong(copy: Path, commands: Mapping[str, Command], share: int, repeats: int)
                     found.append(f"{what}: another result")
             if before is not None and outside.read_bytes() != before:
                 found.append(f"{what}: a file outside of the folder was written")
+    sys.stdout.write(f"{tried} commands on damaged files, {refused} refused, {len(found)} wrong\n")
     return found, tried, refused
 
 

@@ -308,6 +308,7 @@ class RunResults:
         """Write the trained weights. `checkpoint` is the one that this process continued from."""
         round = checkpoint.round if checkpoint else 0
         self.note("finished", wall_time_s=time.perf_counter() - self._began_s, resumed_from_round=round)
+        self.folder.unseal()  # digests of results that these replace
         if buffers:
             write_tensors(self.folder.final_buffers, buffers)
         save_tree(self.folder.final, params, {"recipe": self.run.recipe, "round": str(finished.rounds)})
