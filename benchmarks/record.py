@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import AtollError, ConfigError
+from atoll.core.verified_files import write_text
 from atoll.data.prepare import is_prepared, open_prepared
-from atoll.runs.folder import source, write_text
+from atoll.runs.folder import source
 
 RECORDS = Path(__file__).resolve().parent / "records"
 

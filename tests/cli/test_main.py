@@ -138,12 +138,13 @@ def test_the_version_is_shown(atoll):
 
 def test_an_unfinished_run_is_reported_as_far_as_it_is(atoll, finished, tmp_path):
     half = tmp_path / "half"
-    shutil.copytree(finished, half)
+    shutil.copytree(finished, half, ignore=shutil.ignore_patterns("digests.json"))
     lines = (half / "events.jsonl").read_text().splitlines()
     (half / "events.jsonl").write_text("\n".join(line for line in lines if "RunFinished" not in line) + "\n")
     code, out, err = atoll("report", half)
     assert code == 0, err
     assert "not finished" in out
+    assert "not verified" in out
     assert (half / "trace.json").exists()
 
 
@@ -177,7 +178,7 @@ def test_report_writes_a_plot_and_a_trace(atoll, finished):
 
 def test_report_prints_and_draws_an_asynchronous_run(atoll, finished, tmp_path):
     folder = tmp_path / "hub"
-    shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("*.png", "trace.json"))
+    shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("*.png", "trace.json", "digests.json"))
     with JsonlSink(folder / "events.jsonl") as log:
         for event in at_a_hub(rounds=6):
             log.emit(event)

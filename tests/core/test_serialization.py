@@ -14,16 +14,8 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.serialization import (
-    LAYOUT,
-    layout_from_json,
-    layout_to_json,
-    load_tree,
-    read_tensors,
-    save_tree,
-    write_tensors,
-    write_text,
-)
+from atoll.core.serialization import LAYOUT, layout_from_json, layout_to_json, load_tree, read_tensors, save_tree, write_tensors
+from atoll.core.verified_files import write_text
 
 torch.set_num_threads(1)
 
@@ -194,8 +186,35 @@ def test_a_file_cut_at_any_place_is_refused_by_name(tmp_path):
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=r"x\.safetensors is truncated or not a safetensors file"):
+        with pytest.raises(
+            CheckpointError, match=r"x\.safetensors (is truncated or not a safetensors file|does not match its digest)"
+        ):
             read_tensors(path)
+
+
+def test_a_bit_that_flips_anywhere_in_a_file_is_found(tmp_path):
+    path = tmp_path / "x.safetensors"
+    tensors = {"w": torch.arange(5.0), "b": torch.ones(2, dtype=torch.bfloat16)}
+    write_tensors(path, tensors, {"k": "v"})
+    whole, refused = path.read_bytes(), 0
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        try:
+            found, metadata = read_tensors(path)
+        except CheckpointError:
+            refused += 1
+        else:  # a bit of the digest's own name: the file is read without it
+            assert (metadata["k"], {name: list(found[name]) for name in found}) == (
+                "v",
+                {name: list(tensors[name]) for name in tensors},
+            )
+    assert len(whole) - refused <= len("atoll.blake2b")
+
+
+def test_a_file_of_another_program_is_read_without_a_digest(tmp_path):
+    write_tensors(tmp_path / "x.safetensors", {"w": torch.ones(3)}, digest=False)
+    safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "y.safetensors")
+    assert all(read_tensors(tmp_path / name)[0]["w"].sum() == 3 for name in ("x.safetensors", "y.safetensors"))
 
 
 @pytest.mark.parametrize("content", [b"hello", b"PK\x03\x04" * 100, b"\x00" * 100, b"{}" * 50])

@@ -11,8 +11,11 @@ import pytest
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.events import Progress
+from atoll.core.verified_files import read_record
 from atoll.data.prepare import Preparation, PreparedText, find_prepared, open_prepared, prepare
 from atoll.data.text import Text
+
+FILES_OF_BYTES = ["meta.json", "train.tokens", "train.tokens.verified", "validation.tokens", "validation.tokens.verified"]
 
 
 def prepare_text(corpus: str, tokenizer: str, out: Path, **settings: Any) -> PreparedText:
@@ -63,7 +66,7 @@ def test_preparing_again_replaces_the_old_files(corpus: str, tmp_path: Path):
     prepare_text(corpus, "bpe:300", tmp_path / "out")
     prepared = prepare_text(corpus, "bytes", tmp_path / "out")
     assert prepared.tokenizer.vocab_size == 257
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["meta.json", "train.tokens", "validation.tokens"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES_OF_BYTES
 
 
 def test_an_equal_preparation_is_found_and_another_is_refused(corpus: str, tmp_path: Path):
@@ -86,7 +89,7 @@ def test_a_failure_leaves_what_was_prepared_before(corpus: str, tmp_path: Path):
     with pytest.raises(DataError, match="not UTF-8"):
         prepare_text(corpus, "bytes", tmp_path / "out")
     assert open_prepared(tmp_path / "out").train.ids.tolist() == before
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["meta.json", "train.tokens", "validation.tokens"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES_OF_BYTES
 
 
 def test_a_limit_and_a_fraction_are_kept_to(corpus: str, tmp_path: Path):
@@ -144,7 +147,7 @@ def test_folders_that_are_missing_unfinished_or_of_another_version_are_refused(c
         open_prepared(tmp_path)
     prepare_text(corpus, "bytes", tmp_path / "out")
     meta = tmp_path / "out" / "meta.json"
-    good = json.loads(meta.read_text())
+    good = read_record(meta)
     meta.write_text(json.dumps(good | {"version": 99}))
     with pytest.raises(DataError, match=r"version 99.*Upgrade"):
         open_prepared(tmp_path / "out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
@@ -150,10 +151,54 @@ def test_every_damaged_byte_of_the_index_is_refused(tmp_path: Path):
             open_token_file(path)
 
 
-def test_the_header_has_the_checksum_of_the_tokens(tmp_path: Path):
+def test_every_damaged_byte_of_the_tokens_is_refused(tmp_path: Path):
     path = written(tmp_path)
-    checksum = blake2b(open_token_file(path).ids.tobytes(), digest_size=16).digest()
-    assert checksum in path.read_bytes()[:HEADER_BYTES]
+    good = path.read_bytes()
+    for at in range(HEADER_BYTES, HEADER_BYTES + 2 * 8):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(DataError, match=r"tokens do not match their checksum|outside of its vocabulary"):
+            open_token_file(path)
+    path.write_bytes(good)
+    assert len(open_token_file(path)) == 8
+
+
+def test_tokens_are_read_to_verify_them_once_for_each_change_of_the_file(tmp_path: Path):
+    """A folder that cannot be written is verified by every process."""
+    path = written(tmp_path)
+    open_token_file(path)
+    remembered = tmp_path / "a.tokens.verified"
+    first = remembered.read_text()
+    stamp = remembered.stat().st_mtime_ns
+    open_token_file(path)
+    assert remembered.stat().st_mtime_ns == stamp
+    os.utime(path, (1, 1))
+    open_token_file(path)
+    assert remembered.read_text() != first
+    for damage in (b"", b"{}", b"[" * 5000, first.encode()):
+        remembered.write_bytes(damage)
+        open_token_file(path)
+        assert remembered.read_bytes() not in (damage, b"")
+    remembered.unlink()
+    remembered.mkdir()
+    assert len(open_token_file(path)) == 8
+    remembered.rmdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError):
+        open_token_file(path)
+    assert not remembered.exists()
+
+
+def test_ids_outside_of_the_vocabulary_are_refused_also_with_a_fitting_checksum(tmp_path: Path):
+    path = written(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES : HEADER_BYTES + 2] = struct.pack("<H", 300)
+    tokens = bytes(data[HEADER_BYTES : HEADER_BYTES + 2 * 8])
+    at = HEADER_BYTES - 3 * 16  # of the checksum of the tokens; those of the index and of the header follow
+    data[at : at + 16] = blake2b(tokens, digest_size=16).digest()
+    data[HEADER_BYTES - 16 : HEADER_BYTES] = blake2b(data[: HEADER_BYTES - 16], digest_size=16).digest()
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="has the id 300, outside of its vocabulary of 300"):
+        open_token_file(path)
 
 
 def test_a_file_cut_at_any_length_or_added_to_is_refused(tmp_path: Path):

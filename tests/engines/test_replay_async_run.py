@@ -10,6 +10,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.serialization import load_tree, save_tree
+from atoll.core.verified_files import read_record
 from atoll.engines.replay_async_run import TOLERANCE, replay_run
 from atoll.runs.run_settings import candidates
 
@@ -56,6 +57,7 @@ def test_a_simulated_run_is_replayed_to_the_bit(tmp_path, settings):
 
 def test_a_log_of_other_weights_does_not_agree(tmp_path):
     folder = simulated(tmp_path / "run")
+    (folder / "digests.json").unlink()
     weights = load_tree(folder / "final.safetensors")
     save_tree(folder / "final.safetensors", weights + 0.01)
     found = replay_run(folder)
@@ -66,6 +68,7 @@ def test_a_log_of_other_weights_does_not_agree(tmp_path):
 
 def test_a_round_that_is_missing_in_the_log_is_named(tmp_path):
     folder = simulated(tmp_path / "run")
+    (folder / "digests.json").unlink()
     log = folder / "events.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     begun = next(i for i, line in enumerate(lines) if json.loads(line)["event"] == "Dispatched")
@@ -87,7 +90,8 @@ def test_what_has_no_hub_or_is_not_finished_is_refused(tmp_path):
 def test_rounds_that_several_devices_computed_are_cut_as_they_were(tmp_path):
     folder = simulated(tmp_path / "run", "train.micro_batches=4")
     assert replay_run(folder).same_bits
-    settings = json.loads((folder / "run.json").read_text())
+    (folder / "digests.json").unlink()
+    settings = read_record(folder / "run.json")
     settings["train"]["micro_batches"] = 2
     (folder / "run.json").write_text(json.dumps(settings))
     assert not replay_run(folder).same_bits

@@ -128,7 +128,7 @@ def test_processes_that_share_a_folder_use_the_first_warm_start_bit_for_bit(tmp_
 def test_a_warm_start_on_other_data_is_not_taken_from_the_common_folder(tmp_path, monkeypatch):
     run, other = small(), small("data.limit_bytes=30000")
     mine = RunPreparation(run, cache=Cache(tmp_path / "common")).warm_start(tmp_path / "one", MemorySink())
-    monkeypatch.setattr("atoll.engines.warm_start_training.load_data", lambda run, cache: other.data.load())
+    monkeypatch.setattr("atoll.engines.warm_start_training.load_data", lambda run, cache, log: other.data.load())
     theirs = RunPreparation(run, cache=Cache(tmp_path / "common")).warm_start(tmp_path / "two", MemorySink())
     assert not theirs.params.same_bits(mine.params), "the same settings, but the text has changed"
     assert len(list((tmp_path / "common").iterdir())) == 2

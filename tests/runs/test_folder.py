@@ -17,6 +17,7 @@ import torch
 
 from atoll.core.config.json_records import to_json
 from atoll.core.errors import ConfigError
+from atoll.core.verified_files import json_digest
 from atoll.runs.folder import RunFolder, default_path, differences, source
 
 
@@ -53,10 +54,15 @@ def made(path: Path, run: Run | None = None) -> RunFolder:
 def test_a_folder_that_was_made_opens_with_its_run(tmp_path):
     folder = made(tmp_path / "a" / "b")
     assert RunFolder.open(tmp_path / "a" / "b") == folder
-    assert folder.run == Run()
+    assert folder.run_json == to_json(Run())
     saved = json.loads((tmp_path / "a" / "b" / "run.json").read_text())
-    assert saved == {"format": 2, **to_json(Run())}
-    assert sorted(path.name for path in folder.path.iterdir()) == ["run.json", "source.txt"]
+    assert saved == {"blake2b": json_digest({"format": 2, **to_json(Run())}), "format": 2, **to_json(Run())}
+    assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "run.json", "source.txt"]
+
+
+def test_a_folder_may_not_name_another_class_than_a_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"the Run has the type 'tests\.runs\.test_folder\.Run', which does not fit there"):
+        made(tmp_path).run  # noqa: B018
 
 
 def test_an_empty_folder_is_taken(tmp_path):
@@ -92,7 +98,15 @@ def test_what_is_not_a_runs_folder_is_not_opened(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"), [("{", "cannot be read"), ("", "cannot be read"), ("[]", "holds a list"), ("\xff", "cannot")]
+    ("text", "complaint"),
+    [
+        ("{", "cannot be read"),
+        ("", "cannot be read"),
+        ("[]", r"cannot be read \(ValueError: it holds a list"),
+        ("\xff", "cannot"),
+        ("[" * 1_000_000, "cannot be read .* nested more than 200 levels deep"),
+        ('{"type":' * 500 + "1" + "}" * 500, "cannot be read .* nested more than 200 levels deep"),
+    ],
 )
 def test_a_run_that_cannot_be_read_is_refused(tmp_path, text: str, complaint: str):
     (tmp_path / "run.json").write_bytes(text.encode("latin-1"))
@@ -243,6 +257,58 @@ with RunFolder.open(sys.argv[1]).lock():
     print("held", flush=True)
     sys.stdin.read()
 """
+
+
+CREATE = """
+import sys
+from pathlib import Path
+from atoll import recipes
+from atoll.core.errors import ConfigError
+from atoll.runs.folder import RunFolder
+from dataclasses import replace
+
+for number, line in enumerate(sys.stdin):
+    run = replace(recipes.toy_sync(), seed=1000 * int(sys.argv[2]) + number)
+    try:
+        RunFolder.create(Path(sys.argv[1]) / str(number), run, ["test"])
+        print("created", flush=True)
+    except ConfigError as error:
+        print("is a run's folder already" in str(error) or "is in use by" in str(error) or error, flush=True)
+"""
+
+
+def test_of_processes_that_create_one_folder_at_once_one_succeeds_with_its_own_run(tmp_path):
+    tries = 60
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", CREATE, str(tmp_path), str(number)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for number in range(3)
+    ]
+    for attempt in range(tries):
+        if attempt % 2:
+            (tmp_path / str(attempt)).mkdir()
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        said = [process.stdout.readline().strip() for process in processes]
+        assert sorted(said) == ["True", "True", "created"]
+        assert RunFolder.open(tmp_path / str(attempt)).run.seed == 1000 * said.index("created") + attempt
+    for process in processes:
+        process.communicate()
+
+
+def test_a_lock_or_a_log_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
+    folder = made(tmp_path / "run")
+    (tmp_path / "other").write_text("precious")
+    for name in ("lock", "source.txt"):
+        (tmp_path / "run" / name).unlink()
+        (tmp_path / "run" / name).symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"lock is a symbolic link, and atoll writes nowhere else"), folder.lock():
+        pass
+    with pytest.raises(ConfigError, match=r"source\.txt is a symbolic link"):
+        folder.append_source("resumed", COMMAND)
+    assert (tmp_path / "other").read_text() == "precious"
 
 
 def test_two_processes_cannot_work_in_one_folder_and_a_dead_one_lets_go(tmp_path):

@@ -19,6 +19,7 @@ from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.events import Computed, Evaluated, Saved
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
+from atoll.core.verified_files import read_record
 from atoll.data.gaussians import Gaussians
 from atoll.engines.training_setup import replica_of
 from atoll.models.mlp import MLP
@@ -201,7 +202,7 @@ def test_a_checkpoint_of_other_points_is_refused(straight, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(straight.folder, folder)
     (folder / "final.safetensors").unlink()
-    settings = json.loads((folder / "run.json").read_text())
+    settings = read_record(folder / "run.json")
     settings["data"]["seed"] = 7
     (folder / "run.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match=r"was saved by another run"):

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from atoll.core.errors import CheckpointError
-from atoll.core.events import Evaluated, IslandLeft, Progress, Saved
-from atoll.telemetry.event_log import JsonlSink, read_events
+from atoll.core.events import Evaluated, IslandLeft, Progress, RunStarted, Saved
+from atoll.telemetry.event_log import JsonlSink, log_damage, read_events
 
 
 def saved(number: int) -> Saved:
     return Saved(round=number, name=f"round-{number}")
+
+
+EVENTS = [saved(1), saved(2), saved(3)]
 
 
 def write(path: Path, *numbers: int) -> int:
@@ -153,3 +156,57 @@ def test_a_folder_in_the_way_is_an_error_with_its_path(tmp_path) -> None:
     (tmp_path / "log").mkdir()
     with pytest.raises(CheckpointError, match=r"cannot open .*log"):
         JsonlSink(tmp_path / "log")
+
+
+def test_a_log_that_changed_before_its_checkpoint_is_refused_and_what_follows_may_have(tmp_path) -> None:
+    path = tmp_path / "events.jsonl"
+    with JsonlSink(path, digested=True) as sink:
+        sink.emit(EVENTS[0])
+        sink.emit(EVENTS[1])
+        record = sink.position_record()
+        sink.emit(EVENTS[2])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5] + b"xxxxx")
+    with JsonlSink.at_record(path, record) as sink:
+        sink.emit(EVENTS[2])
+        again = sink.position_record()
+    assert path.read_bytes() == whole
+    with JsonlSink.at_record(path, again):
+        pass
+    for damaged in (whole[: len(whole) // 4], b"", bytes(len(whole)), whole.replace(b"e", b"f", 1)):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"Restore it, or resume from an earlier checkpoint"):
+            JsonlSink.at_record(path, record)
+        assert path.read_bytes() == damaged, "nothing is cut off"
+
+
+def test_a_log_that_is_a_link_is_not_written(tmp_path) -> None:
+    (tmp_path / "other").write_text("precious")
+    (tmp_path / "events.jsonl").symlink_to(tmp_path / "other")
+    for append_at in (None, 0):
+        with pytest.raises(CheckpointError, match=r"cannot open .*symbolic link"):
+            JsonlSink(tmp_path / "events.jsonl", append_at=append_at)
+    assert (tmp_path / "other").read_text() == "precious"
+
+
+def test_damage_to_a_log_is_described(tmp_path) -> None:
+    path = tmp_path / "events.jsonl"
+    with JsonlSink(path) as sink:
+        sink.emit(RunStarted(recipe="demo", algorithm="DDP", islands=2, params=10, steps=4, seed=0))
+        for event in EVENTS:
+            sink.emit(event)
+    whole = path.read_bytes()
+    begin = whole.index(b"\n") + 1
+    for damaged, found in [
+        (whole, None),
+        (whole[:-3], None),
+        (b"", "is empty"),
+        (whole[begin:], "has lost its beginning"),
+        (bytes(len(whole)), "has lost its beginning"),
+        (whole[:begin] + bytes(20) + whole[begin + 20 :], "is damaged in line 2"),
+        (whole[: begin - 2] + whole[begin - 1 :], "is damaged in line 1"),
+    ]:
+        path.write_bytes(damaged)
+        assert log_damage(path) == (None if found is None else f"{path} {found}")
+    path.unlink()
+    assert log_damage(path) == f"{path} is missing"

@@ -17,6 +17,7 @@ from atoll import recipes
 from atoll.cli.recipe_settings import PRESETS, run_of, spec_with
 from atoll.core.config.json_records import to_json
 from atoll.core.config.list_settings import describe
+from atoll.core.verified_files import check_digests
 from atoll.engines.spec import EngineSettings, spec_named
 from atoll.runs.evaluate import evaluate
 from atoll.runs.folder import RunFolder
@@ -70,6 +71,8 @@ def report_run(folder: Path, *, as_json: bool) -> None:
         print(f"not finished: {progress.position}. Resume: atoll run --resume {folder}")
     for section in report_sections(folder):
         rich.print(section)
+    if not check_digests(folder):
+        print(f"not verified: {folder} has no digests yet. A run writes them when it finishes; older versions of atoll did not.")
     for number, path in enumerate(write_plots(folder)):
         print(f"{'       ' if number else 'plot:  '}{path}")
     print(f"trace: {write_trace(folder, folder / 'trace.json')}")

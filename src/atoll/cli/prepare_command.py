@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from atoll.core.serialization import expanded
+from atoll.core.verified_files import expanded
 from atoll.data.prepare import Preparation, find_prepared, prepare
 from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.units import human_bytes

@@ -17,7 +17,7 @@ from atoll.cli.main import RunOptions
 from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_settings, spec_with
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.protocols import Sink
-from atoll.core.serialization import expanded
+from atoll.core.verified_files import check_digests, expanded
 from atoll.engines import run_lifecycle
 from atoll.engines.run_lifecycle import Faults, Result, discard
 from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
@@ -118,6 +118,9 @@ def compare_runs(
         item if isinstance(item, Path) else _simulate(item, root / f"{item.recipe}-{index}", cache, quiet=quiet)
         for index, item in enumerate(planned)
     ]
+    for folder in folders:
+        if not check_digests(folder):
+            print_to_stderr(f"not verified: {folder} has no digests. Older versions of atoll wrote none.")
     comparison = comparing.comparison(folders)
     slower_s = times_on_slower_links(comparison, folders)
     slower = comparing.slower_links(slower_s, SLOWER)

@@ -29,3 +29,8 @@ class ExchangeFailed(AtollError):
 
 class TreeDonated(AtollError):
     """A Tree was read after its buffer had been donated: a bug in the calling code."""
+
+
+def one_line(error: BaseException) -> str:
+    """What another library's error says, on one line of bounded length: a damaged file may be quoted in it."""
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]

@@ -6,82 +6,38 @@ in place. Any safetensors reader can open it. The metadata hold a Tree's order, 
 The format is a length, a JSON header and the raw bytes. This module writes it itself: the library refuses tensors that share
 memory, changes its arguments between versions, and hides the system's error. A Tree's views are written without a copy, and tensors
 on another device pass through memory one at a time.
+
+A file has the digest of all its bytes in its metadata, which every reader verifies. Files of older versions and of other programs
+have none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import os
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atoll.core.config.json_records import find_type, type_name
-from atoll.core.config.type_checks import joined, settable, shown_text
-from atoll.core.errors import AtollError, CheckpointError, ConfigError
+from atoll.core.config.type_checks import hints_of, joined, members_of, settable
+from atoll.core.errors import CheckpointError, one_line
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, Piece, difference, dtype_text
+from atoll.core.verified_files import blake2b, parse_json, replacing
 
-
-@contextmanager
-def replacing(path: Path, error: type[AtollError]) -> Iterator[IO[bytes]]:
-    """A file to write to. It replaces `path` when it is complete and on the disk. If it cannot be written, it is removed, the old
-    file stays, and `error` is raised."""
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
-    try:
-        with open(unfinished, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except OSError as cause:
-        raise error(
-            f"could not write {path}: {cause.strerror or cause}. The file that was there before is untouched. "
-            f"Make room there, or write to another folder."
-        ) from cause
-    finally:
-        # After the rename there is nothing to remove. A removal that fails must not hide the first error.
-        with suppress(OSError):
-            unfinished.unlink()
-    sync_folder(path.parent)
-
-
-def write_text(path: Path, text: str, error: type[AtollError] = ConfigError) -> None:
-    """Replace a text file in one step; see `replacing`."""
-    with replacing(path, error) as file:
-        file.write(text.encode())
-
-
-def expanded(path: str | Path) -> Path:
-    """The path with `~` replaced. ConfigError if there is no such user, or if the system cannot look the path up."""
-    try:
-        found = Path(path).expanduser()
-        found.exists()
-    except (RuntimeError, OSError) as error:
-        why = (getattr(error, "strerror", None) or str(error)).rstrip(".")
-        raise ConfigError(f"{shown_text(str(path))}: this path cannot be used ({why}). Give one that can be read here.") from error
-    return found
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut, where the file system can. Some refuse; the file itself is on the disk already."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
+# --------------------------------------------------------------------------------------------------------------- safetensors
 
 LAYOUT = "atoll.layout"  # the metadata key of the layout
+DIGEST = "atoll.blake2b"  # the metadata key of the digest of all bytes of the file, with zeros in place of the digest
+_UNKNOWN_DIGEST = "0" * 32
+_LONGEST_HEADER = 100_000_000  # as the library has it
 
 _CODES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -106,37 +62,76 @@ _ALIGNMENT = 8  # of the data, for the widest dtype
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write these tensors, replacing an old file in one step. CheckpointError if that fails: the old file stays."""
+def write_tensors(
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, digest: bool = True
+) -> None:
+    """Write these tensors, replacing an old file in one step. CheckpointError if that fails: the old file stays. Without `digest`
+    the caller keeps the file's digest elsewhere."""
     path = Path(path)
     # Widest first, as the library does: then every tensor begins at a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header = _header(ordered, metadata or {})
+    header = _header(ordered, {**({DIGEST: _UNKNOWN_DIGEST} if digest else {}), **(metadata or {})})
+    state = blake2b(header)
     with replacing(path, CheckpointError) as file:
         file.write(header)
         for tensor in ordered.values():
-            file.write(_bytes(tensor))
+            data = _bytes(tensor)
+            file.write(data)
+            if digest:
+                state.update(data)
+        if digest:
+            file.seek(_digest_position(header) or 0)
+            file.write(state.hexdigest().encode())
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a safetensors file, by name, and its metadata.
 
     The tensors are memory-mapped; writing to one does not change the file. CheckpointError if there is no such file, or it is
-    truncated or not a safetensors file.
+    truncated or not a safetensors file, or does not match its digest. A file that has none, as other programs write it, is not
+    verified.
     """
     path = Path(path)
     try:
+        _verify_tensors(path)
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-            return tensors, dict(file.metadata() or {})
+            metadata = dict(file.metadata() or {})
+            metadata.pop(DIGEST, None)
+            return tensors, metadata
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path}. Check the path, or start the run afresh.") from None
     except OSError as error:
         raise CheckpointError(f"could not read {path}: {error.strerror or error}. A safetensors file is needed here.") from error
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is truncated or not a safetensors file ({error}). Use an older one, or copy it again from its source."
+            f"{path} is truncated or not a safetensors file ({one_line(error)}). Use an older one, or copy it again from its "
+            f"source."
         ) from error
+
+
+def _verify_tensors(path: Path) -> None:
+    """CheckpointError if a file does not match its digest. The library refuses a file whose header is none."""
+    with open(path, "rb") as file:
+        length = file.read(8)
+        header = length + file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
+        at = _digest_position(header)
+        if at is None:
+            return
+        found, end = header[at : at + len(_UNKNOWN_DIGEST)], at + len(_UNKNOWN_DIGEST)
+        state = blake2b(header[:at] + _UNKNOWN_DIGEST.encode() + header[end:])
+        if hashlib.file_digest(file, lambda: state).hexdigest().encode() != found:
+            raise CheckpointError(
+                f"{path} does not match its digest: some of its bits have changed since it was written. Use an older one, or copy "
+                f"it again from its source."
+            )
+
+
+def _digest_position(header: bytes) -> int | None:
+    """Where the digest stands in a header that has one."""
+    key = f'"{DIGEST}":"'.encode()  # quotation marks inside of names and values are escaped
+    at = header.find(key)
+    return None if at < 0 else at + len(key)
 
 
 # ---------------------------------------------------------------------------------------------------------------- Trees
@@ -154,22 +149,30 @@ def save_tree(path: str | Path, tree: Tree, metadata: Mapping[str, str] | None =
 def load_tree(path: str | Path) -> Tree:
     """The Tree that `save_tree` wrote, on the CPU: same names, order, shapes, dtypes, pieces and bits. CheckpointError if there is
     none."""
+    return read_tree(path)[0]
+
+
+def read_tree(path: str | Path) -> tuple[Tree, dict[str, str]]:
+    """The Tree that `save_tree` wrote, and the metadata of its file."""
     tensors, metadata = read_tensors(path)
     if LAYOUT not in metadata:
         raise CheckpointError(f"{path} holds tensors but no Tree: its metadata has no {LAYOUT!r}. Read it with read_tensors.")
     try:
-        record = json.loads(metadata[LAYOUT])
+        record = parse_json(metadata[LAYOUT])
         layout, dtype = layout_from_json(record["pieces"]), _dtype(record["dtype"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} has a layout that cannot be read ({error}). Use an older checkpoint.") from error
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"{path} has a layout that cannot be read ({one_line(error)}). Use an older checkpoint.") from error
     for piece in layout.pieces:
-        found = tensors.get(piece.name)
-        if found is None or found.numel() != piece.count or found.dtype != dtype:
-            raise CheckpointError(f"{path} and its layout disagree about {piece.name}. It was changed after it was saved.")
+        found, shape = tensors.get(piece.name), tuple(piece.shape)
+        whole = piece.count == math.prod(shape)
+        if found is None or found.shape != (shape if whole else (piece.count,)) or found.dtype != dtype:
+            raise CheckpointError(
+                f"{path} and its layout disagree about {piece.name:.200}. It was changed after it was saved. Use an older one."
+            )
     flat = empty(layout.numel, dtype, torch.device("cpu"))
     for name, view in layout.views(flat).items():
         view.copy_(tensors[name])
-    return Tree(layout, flat)
+    return Tree(layout, flat), metadata
 
 
 def layout_to_json(layout: Layout) -> list[Any]:
@@ -274,15 +277,16 @@ def unpack(packed: Packed, like: Any) -> Any:
     `like` is a value of the same kind. Where it is None, any value is accepted, and None is accepted everywhere. Lists, tuples and
     dictionaries may have another length. Raises CheckpointError, which names the field, if the value is of another kind.
     """
-    return _unpack(packed.structure, like, "", packed.tensors)
+    return _unpack(packed.structure, like, "", packed.tensors, Any)
 
 
-def _unpack(node: Any, like: Any, at: str, tensors: Mapping[str, Tensor]) -> Any:
+def _unpack(node: Any, like: Any, at: str, tensors: Mapping[str, Tensor], hint: Any) -> Any:
+    """`hint` is the type of the field that the value is in, which decides which record may stand there if `like` is None."""
     if not isinstance(node, dict):
         return _plain(node, like, at)
 
-    def inside(item: Any, like: Any, name: str | int) -> Any:
-        return _unpack(item, like, joined(at, name), tensors)
+    def inside(item: Any, like: Any, name: str | int, hint: Any = Any) -> Any:
+        return _unpack(item, like, joined(at, name), tensors, hint)
 
     try:
         kind = node["kind"]
@@ -291,8 +295,13 @@ def _unpack(node: Any, like: Any, at: str, tensors: Mapping[str, Tensor]) -> Any
         if kind in ("tree", "tensor"):
             return _unpack_tensor(node, like, at, tensors)
         if kind == "record":
-            record = _record_type(node, like, at)
-            return record(**{name: inside(item, getattr(like, name, None), name) for name, item in node["fields"].items()})
+            record = _record_type(node, like, at, hint)
+            fields = dict[str, Any]()
+            for name, item in node["fields"].items():
+                own = getattr(like, name, None)
+                # The hints of a class may not be readable, and only a record without a model needs them.
+                fields[name] = inside(item, own, name, hints_of(record)[name] if own is None and isinstance(item, dict) else Any)
+            return record(**fields)
         if kind == "dict":
             if not isinstance(like, dict | None):
                 raise _foreign(at, "a dictionary", like)
@@ -337,7 +346,7 @@ def _unpack_tensor(node: dict[str, Any], like: Any, at: str, tensors: Mapping[st
     return Tree(layout, tensor)
 
 
-def _record_type(node: dict[str, Any], like: Any, at: str) -> Any:
+def _record_type(node: dict[str, Any], like: Any, at: str, hint: Any) -> Any:
     """The type of a record, with the fields that were saved."""
     saved = node["fields"]
     kind: Any = find_type(node["type"]) if like is None else type(like)
@@ -347,12 +356,22 @@ def _record_type(node: dict[str, Any], like: Any, at: str) -> Any:
             f"{at or 'the value'} is a {node['type']} in the checkpoint, which is not a known record. "
             f"Import the module that defines it, then resume; or use the version of atoll that saved it."
         )
+    if like is None and "." in node["type"] and not _is_named(kind, hint):
+        raise CheckpointError(
+            f"{at or 'the value'} is a {node['type']:.200} in the checkpoint, which its field does not name as its type. Use an "
+            f"older checkpoint; of a State of your own, declare the field's type."
+        )
     if names is None:
         raise _foreign(at, f"a {node['type']}", like)
     if saved.keys() != set(names):
         only = ", ".join(joined(at, name) for name in sorted(saved.keys() ^ set(names)))
         raise _foreign(at, f"a {node['type']} with {', '.join(saved) or 'no fields'} (in one of them only: {only})", like)
     return kind
+
+
+def _is_named(kind: type, hint: Any) -> bool:
+    """Whether a hint names this class. A class of another package than atoll is not called otherwise."""
+    return any(isinstance(member, type) and issubclass(kind, member) for member in members_of(hint))
 
 
 def _foreign(at: str, saved: str, like: Any) -> CheckpointError:

@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import DataError
 from atoll.core.optional_imports import require
-from atoll.core.serialization import expanded
+from atoll.core.verified_files import expanded
 
 COMPRESSED_SUFFIXES = (".xz", ".gz", ".zst")
 _CHUNK_BYTES = 1 << 20

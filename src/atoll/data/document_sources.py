@@ -30,7 +30,7 @@ from typing import Any
 from atoll.core.config.type_checks import shown
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.core.serialization import expanded
+from atoll.core.verified_files import expanded
 from atoll.data.compressed_text_files import decode_utf8, find_files, open_file, read_json_lines, text_field, uncompressed_suffix
 
 END_OF_TEXT = "<|endoftext|>"

@@ -8,7 +8,6 @@ contents of the folder stay until all new files are written. `meta.json` comes l
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -18,9 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atoll.core.errors import DataError
+from atoll.core.errors import DataError, one_line
 from atoll.core.events import Progress
-from atoll.core.serialization import expanded, write_text
+from atoll.core.verified_files import expanded, read_record, write_record, write_text
 from atoll.data.document_sources import Corpus, Document, open_corpus
 from atoll.data.holdout_split import TRAIN, VALIDATION, Split, SplitPlanner, split_documents
 from atoll.data.token_store import Tokens, TokenWriter, encode_documents, open_token_file, token_writer
@@ -79,9 +78,9 @@ def prepare(preparation: Preparation, out: str | Path, progress: ReportProgress 
                 write_text(staging / "tokenizer.json", tokenizer.text, DataError)
             found = {"vocab_size": tokenizer.vocab_size, "tokenizer_digest": tokenizer.digest, "text_bytes": text_bytes}
             meta = {"version": META_VERSION, **asdict(preparation), **found, **sides}
-            write_text(staging / "meta.json", json.dumps(meta, indent=2) + "\n", DataError)
+            write_record(staging / "meta.json", meta, DataError)
             # No meta.json is there while files of two preparations are.
-            for name in ("meta.json", "tokenizer.json"):
+            for name in ("meta.json", "tokenizer.json", *(f"{name}.verified" for name in FILES)):
                 (out / name).unlink(missing_ok=True)
             for name in (*FILES, "tokenizer.json", "meta.json"):
                 if (staging / name).exists():
@@ -112,12 +111,13 @@ def find_prepared(preparation: Preparation, out: str | Path) -> PreparedText | N
     return found
 
 
-def open_prepared(folder: str | Path) -> PreparedText:
-    """Open what `prepare` wrote. Raises DataError if the folder is missing, unfinished or damaged."""
+def open_prepared(folder: str | Path, log: Callable[[str], object] = lambda line: None) -> PreparedText:
+    """Open what `prepare` wrote, and verify it; see `open_token_file`. Raises DataError if the folder is missing, unfinished or
+    damaged."""
     folder = expanded(folder)
     meta = _read_meta(folder)
     tokenizer = load_saved_tokenizer(folder / "tokenizer.json")
-    train, validation = (open_token_file(folder / name, tokenizer.digest) for name in FILES)
+    train, validation = (open_token_file(folder / name, tokenizer.digest, log) for name in FILES)
     return PreparedText(folder=folder, train=train, validation=validation, tokenizer=tokenizer, meta=meta)
 
 
@@ -188,10 +188,10 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{folder} has no meta.json: it was not prepared, or not to the end. Run `atoll data prepare` again.")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_record(path)
         version = int(meta["version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} cannot be read ({error}). Run `atoll data prepare` again.") from error
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise DataError(f"{path} cannot be read ({one_line(error)}). Run `atoll data prepare` again.") from error
     if version > META_VERSION:
         raise DataError(
             f"{path} has version {version}, newer than this atoll reads ({META_VERSION}). Upgrade atoll, or prepare it again."

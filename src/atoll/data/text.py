@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -69,10 +70,11 @@ class Text:
             return self.corpus.removeprefix(_PREPARED)
         return self.corpus if is_prepared(self.corpus) else None
 
-    def load(self) -> LoadedText:
-        """The tokens and their tokenizer. Raises DataError if the text cannot be found, read or split."""
+    def load(self, log: Callable[[str], object] = lambda line: None) -> LoadedText:
+        """The tokens and their tokenizer. `log` takes lines while long files of prepared text are verified. Raises DataError if the
+        text cannot be found, read or split."""
         folder = self.prepared_folder
-        return self._read() if folder is None else self._map(folder)
+        return self._read() if folder is None else self._map(folder, log)
 
     def _read(self) -> LoadedText:
         documents = list(open_corpus(self.corpus, self.limit_bytes))
@@ -90,8 +92,8 @@ class Text:
         train_tokens, validation_tokens = (encode_in_memory(side, tokenizer) for side in (train, validation))
         return LoadedText(settings=self, train=train_tokens, validation=validation_tokens, tokenizer=tokenizer)
 
-    def _map(self, folder: str) -> LoadedText:
-        prepared = open_prepared(folder)
+    def _map(self, folder: str, log: Callable[[str], object]) -> LoadedText:
+        prepared = open_prepared(folder, log)
         if self.tokenizer not in ("bytes", prepared.meta.get("tokenizer")):
             given = load_tokenizer(self.tokenizer) if bpe_vocab_size(self.tokenizer) is None else None
             if given is None or given.digest != prepared.tokenizer.digest:

@@ -6,8 +6,9 @@ Each document ends with the tokenizer's end-of-text id, if the tokenizer has one
     tokens      uint16 or uint32, all documents one after the other
     index       the start of each document (int64), the domain of each (int32), then the names of the domains (JSON)
 
-All numbers are little-endian. Opening a file checks the header and the index. It does not read the tokens, whose
-checksum is in the header.
+All numbers are little-endian. Opening a file checks the header, the index and the tokens against their checksums, and that every id
+is in the vocabulary. The tokens are read once: FILE.verified beside the file remembers its size, inode and time of change. While
+these are the same, the tokens are not read again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -29,12 +31,14 @@ import torch
 from numpy.typing import NDArray
 
 from atoll.core.errors import DataError
-from atoll.core.serialization import replacing
+from atoll.core.verified_files import read_record, replacing, write_record
 from atoll.data.document_sources import Document
 from atoll.data.tokenizer import Ids, Tokenizer, dtype_for
 
 _ENCODE_BYTES = 1 << 20
 """Text that is encoded in one call of the tokenizer."""
+_VERIFY_TOKENS = 1 << 22
+_LOG_EVERY_S = 3.0
 _UPLOAD_LOCK = Lock()
 
 
@@ -215,8 +219,10 @@ def token_writer(path: str | Path, *, vocab_size: int, tokenizer_digest: str) ->
         writer.finish()
 
 
-def open_token_file(path: str | Path, tokenizer_digest: str | None = None) -> Tokens:
-    """Memory-map a token file.
+def open_token_file(
+    path: str | Path, tokenizer_digest: str | None = None, log: Callable[[str], object] = lambda line: None
+) -> Tokens:
+    """Memory-map a token file. `log` takes a line every few seconds while the tokens are verified.
 
     Raises DataError if it is missing, damaged, newer than this atoll, or not written by the tokenizer with the given digest.
     """
@@ -229,12 +235,46 @@ def open_token_file(path: str | Path, tokenizer_digest: str | None = None) -> To
         )
     count = header.num_documents
     mapped = np.memmap(path, dtype=f"<u{header.item_bytes}", mode="r", offset=HEADER_BYTES, shape=(header.num_tokens,))
+    _verify_once(path, header, mapped, log)
     return Tokens(
         ids=np.asarray(mapped),  # a plain view of the map: slicing a memmap itself is several times slower
         starts=np.frombuffer(index, dtype="<i8", count=count),
         domain_ids=np.frombuffer(index, dtype="<i4", count=count, offset=8 * count),
         domains=tuple(json.loads(index[12 * count :])),
     )
+
+
+def _verify_once(path: Path, header: TokenFileHeader, tokens: Ids, log: Callable[[str], object]) -> None:
+    """Verify the tokens, unless the file is the one that an earlier call has verified."""
+    found = path.stat()
+    identity = {
+        "bytes": found.st_size,
+        "inode": found.st_ino,
+        "changed_ns": [found.st_mtime_ns, found.st_ctime_ns],
+        "checksum": header.tokens_checksum.hex(),
+    }
+    remembered = path.with_name(f"{path.name}.verified")
+    with suppress(OSError, ValueError):
+        if read_record(remembered) == identity:
+            return
+    _verify_tokens(path, header, tokens, log)
+    with suppress(DataError):  # a folder that cannot be written: the next process verifies the file again
+        write_record(remembered, identity, DataError)
+
+
+def _verify_tokens(path: Path, header: TokenFileHeader, tokens: Ids, log: Callable[[str], object]) -> None:
+    state, logged_s = blake2b(digest_size=_CHECKSUM_BYTES), time.monotonic()
+    for start in range(0, len(tokens), _VERIFY_TOKENS):
+        part = tokens[start : start + _VERIFY_TOKENS]
+        state.update(part.data)
+        largest = int(part.max())
+        if largest >= header.vocab_size:
+            raise DataError(f"{path} has the id {largest}, outside of its vocabulary of {header.vocab_size}. {_REMEDY}")
+        if time.monotonic() - logged_s > _LOG_EVERY_S:
+            logged_s = time.monotonic()
+            log(f"verifying {path}: {start / len(tokens):.0%} of {header.tokens_bytes / 1e9:.1f} GB")
+    if state.digest() != header.tokens_checksum:
+        raise DataError(f"{path} is damaged: its tokens do not match their checksum. {_REMEDY}")
 
 
 def _read_header_and_index(path: Path) -> tuple[TokenFileHeader, bytes]:
@@ -247,6 +287,8 @@ def _read_header_and_index(path: Path) -> tuple[TokenFileHeader, bytes]:
         raise DataError(f"could not read {path}: {error.strerror or error}. Write it with `atoll data prepare`.") from error
     if _checksum(index) != header.index_checksum:
         raise DataError(f"{path} is damaged: its index does not match its checksum. {_REMEDY}")
+    if not header.num_tokens or header.item_bytes != np.dtype(dtype_for(header.vocab_size)).itemsize:
+        raise DataError(f"{path} is damaged: its header names no tokens, or another width than its vocabulary needs. {_REMEDY}")
     return header, index
 
 

@@ -8,6 +8,7 @@ other than the one that wrote them.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from atoll.core.config.type_checks import shown
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.optional_imports import require
-from atoll.core.serialization import expanded
+from atoll.core.verified_files import expanded
 from atoll.data.compressed_text_files import COMPRESSED_SUFFIXES, read_text
 from atoll.data.document_sources import END_OF_TEXT, Document
 
@@ -130,7 +131,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 def load_saved_tokenizer(file: Path) -> Tokenizer:
     """The tokenizer that a run or `prepare` saved; bytes if there is no such file."""
-    return load_tokenizer(str(file)) if file.exists() else ByteTokenizer()
+    return load_tokenizer(str(file)) if os.path.lexists(file) else ByteTokenizer()
 
 
 def bpe_vocab_size(spec: str) -> int | None:

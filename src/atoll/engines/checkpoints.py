@@ -13,7 +13,6 @@ that is damaged later does not match its digest and is refused.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -21,18 +20,17 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from atoll.core.errors import CheckpointError
-from atoll.core.serialization import Packed, pack, read_tensors, sync_folder, unpack, write_tensors
+from atoll.core.errors import CheckpointError, one_line
+from atoll.core.serialization import Packed, pack, read_tensors, unpack, write_tensors
+from atoll.core.verified_files import file_digest, json_digest, parse_json, sync_folder
 
 FORMAT = 2
 _META = "meta.json"
 _SUFFIX = ".safetensors"
 _SAVING, _REPLACED, _REMOVING = ".saving", ".replaced", ".removing"  # suffixes of hidden folders
-_blake2b = partial(hashlib.blake2b, digest_size=16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,9 @@ class Checkpoints:
         packed = {name: pack(value) for name, value in parts.items()}
         with self.writing(round, metadata or {}, before_rename) as folder:
             for part, (structure, tensors) in packed.items():
-                write_tensors(folder / f"{part}{_SUFFIX}", tensors, {"structure": json.dumps(structure, allow_nan=False)})
+                structure_json = json.dumps(structure, allow_nan=False)
+                # meta.json has the digest.
+                write_tensors(folder / f"{part}{_SUFFIX}", tensors, {"structure": structure_json}, digest=False)
         return self._path(round)
 
     @contextmanager
@@ -216,17 +216,16 @@ class Checkpoints:
         path = checkpoint.path / name
         self.verify(checkpoint, name)
         tensors, metadata = read_tensors(path)
-        packed = Packed(json.loads(metadata["structure"]), tensors)
         try:
-            return unpack(packed, like)
-        except CheckpointError as error:
+            return unpack(Packed(parse_json(metadata["structure"]), tensors), like)
+        except (CheckpointError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path}: {error}") from error
 
     def verify(self, checkpoint: Checkpoint, name: str) -> None:
         """Check a file against its digest. Raises CheckpointError if it was changed, or cannot be read."""
         path = checkpoint.path / name
         try:
-            if _digest(path) != checkpoint.files[name][1]:
+            if file_digest(path) != checkpoint.files[name][1]:
                 raise self._damaged(path, "does not match its digest: some of its bits have changed", checkpoint.round)
         except OSError as error:
             raise self._damaged(path, f"cannot be read: {error.strerror}", checkpoint.round) from error
@@ -243,13 +242,13 @@ class Checkpoints:
 
     def _read_meta(self, path: Path, round: int) -> Checkpoint:
         try:
-            meta = json.loads((path / _META).read_text("utf-8"))
+            meta = parse_json((path / _META).read_bytes())
             content = meta["content"]
-            intact = meta["blake2b"] == _digest_of_json(content)
+            intact = meta["blake2b"] == json_digest(content)
         except FileNotFoundError as error:
             raise self._damaged(path / _META, "is missing", round) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._damaged(path / _META, f"cannot be read ({error})", round) from error
+            raise self._damaged(path / _META, f"cannot be read ({one_line(error)})", round) from error
         if not intact:
             raise self._damaged(path / _META, "does not match its digest: some of its bits have changed", round)
         if content["format"] != FORMAT:
@@ -257,8 +256,11 @@ class Checkpoints:
                 f"{path} has format {content['format']}, and this version of atoll reads format {FORMAT}. "
                 f"Resume with the version that saved it (see source.txt in the run's folder)."
             )
-        files = {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in content["files"].items()}
-        return Checkpoint(path=path, round=content["round"], metadata=content["metadata"], files=files)
+        try:
+            files = {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in content["files"].items()}
+            return Checkpoint(path=path, round=content["round"], metadata=dict(content["metadata"]), files=files)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise self._damaged(path / _META, f"lacks what a checkpoint needs ({one_line(error)})", round) from error
 
     def _damaged(self, file: Path, why: str, round: int) -> CheckpointError:
         older = [other for other in self.rounds() if other < round]
@@ -286,7 +288,7 @@ def check_origin(checkpoint: Checkpoint, origin: Mapping[str, str | None], owner
 
 def digests_of(files: Iterable[Path]) -> dict[str, tuple[int, str]]:
     """The size in bytes and the digest of each file, by name."""
-    return {path.name: (path.stat().st_size, _digest(path)) for path in files}
+    return {path.name: (path.stat().st_size, file_digest(path)) for path in files}
 
 
 def _seal(folder: Path, round: int, metadata: Mapping[str, Any]) -> None:
@@ -295,7 +297,7 @@ def _seal(folder: Path, round: int, metadata: Mapping[str, Any]) -> None:
     # Through JSON and back, so that the digest is that of the content as it is read: tuples become lists, and keys text.
     content = json.loads(json.dumps({"format": FORMAT, "round": round, "files": files, "metadata": dict(metadata)}))
     with open(folder / _META, "x", encoding="utf-8") as file:
-        json.dump({"blake2b": _digest_of_json(content), "content": content}, file, indent=1)
+        json.dump({"blake2b": json_digest(content), "content": content}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
@@ -303,15 +305,6 @@ def _seal(folder: Path, round: int, metadata: Mapping[str, Any]) -> None:
 
 def _hidden(path: Path, ending: str) -> Path:
     return path.with_name(f".{path.name}{ending}")
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, _blake2b).hexdigest()
-
-
-def _digest_of_json(content: Any) -> str:
-    return _blake2b(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _free_bytes(folder: Path) -> int:

@@ -21,7 +21,8 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Arrived, Dispatched, Event, IslandJoined, IslandLeft, Progress, Refused, Returned, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Sink, Task, Work, Workload
-from atoll.core.serialization import expanded, load_tree
+from atoll.core.serialization import load_tree
+from atoll.core.verified_files import expanded
 from atoll.engines.timed_replica import ProcessReplica, run_worker_round
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import RunPreparation

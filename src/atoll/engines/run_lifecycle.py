@@ -30,7 +30,8 @@ from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.events import Progress, RunFinished, RunStarted, Saved, WarmStartFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Batches, Sink, Workload
-from atoll.core.serialization import expanded, load_tree, read_tensors, save_tree, write_tensors, write_text
+from atoll.core.serialization import load_tree, read_tensors, save_tree, write_tensors
+from atoll.core.verified_files import expanded, is_verified, open_to_append, write_text
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
@@ -42,7 +43,7 @@ from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run_settings import Run, device_of, dtype_of, precision_notice
 from atoll.runs.validation import check_finetuning_inputs
 from atoll.runs.workloads import partitioned_by_weights
-from atoll.telemetry.event_log import JsonlSink, read_events
+from atoll.telemetry.event_log import JsonlSink, log_damage, read_events
 from atoll.telemetry.sinks import Fanout, ResumableSink, TensorBoardSink
 from atoll.telemetry.summary import Summary, read_summary
 
@@ -104,7 +105,7 @@ class RunTask(RunInputs):
 
     @cached_property
     def preparation(self) -> RunPreparation:
-        return RunPreparation(self.run.resolved, self.workload, self.cache)
+        return RunPreparation(self.run.resolved, self.workload, self.cache, self.log)
 
     def reopen(self) -> Result:
         """The result of a finished run, from its folder."""
@@ -133,6 +134,7 @@ class RunRequest(RunInputs):
         with folder.lock():
             if self.run is None and not folder.finished:
                 folder.append_source("resumed", self.command)
+                folder.unseal()
                 write_spec(folder.path, spec)
             only_starts_ranks = spec.runs_on_ranks and not started_by_torchrun()  # rank 0 opens the folder again, and logs it
             if not folder.finished and not only_starts_ranks and (notice := precision_notice(run)):
@@ -144,7 +146,7 @@ class RunRequest(RunInputs):
         spec = self.spec or Simulator()
         run = spec.fitted(run)
         self.check_faults(run, spec)
-        _refuse_impossible(RunPreparation(run.resolved, self.workload, self.cache))
+        _refuse_impossible(RunPreparation(run.resolved, self.workload, self.cache, self.log))
         folder = RunFolder.create(self.out or default_path(run.recipe, run.seed), run, self.command)
         write_spec(folder.path, spec)
         self.log(f"folder: {folder.path}")
@@ -160,9 +162,18 @@ class RunRequest(RunInputs):
                 f"Leave out --engine, or start a new run."
             )
         folder.check_workload(None if self.workload is None else type_name(type(self.workload)))
+        self._log_unverified(folder)
         spec = self.spec or saved
         self.check_faults(folder.run, spec)
         return folder.run, spec, folder
+
+    def _log_unverified(self, folder: RunFolder) -> None:
+        """Log which files of the folder have no digest, and a log with holes. An engine that needs the whole log refuses it."""
+        unverified = [path.name for path in (folder.settings, folder.engine) if not is_verified(path)]
+        if unverified:
+            self.log(f"{' and '.join(unverified)} in {folder.path} cannot be verified: an older version of atoll wrote no digests")
+        if folder.checkpoints.is_dir() and (damage := log_damage(folder.events)) is not None:
+            self.log(f"{damage}: what it held of earlier rounds is lost for reports")
 
 
 def run(
@@ -296,22 +307,24 @@ class RunResults:
         """Write the trained weights. `checkpoint` is the one that this process continued from."""
         round = checkpoint.round if checkpoint else 0
         self.note("finished", wall_time_s=time.perf_counter() - self._began_s, resumed_from_round=round)
+        self.folder.unseal()  # digests of results that these replace
         if buffers:
             write_tensors(self.folder.final_buffers, buffers)
         save_tree(self.folder.final, params, {"recipe": self.run.recipe, "round": str(finished.rounds)})
 
     def result(self, evaluator: Evaluator, params: Tree, buffers: Mapping[str, Tensor]) -> Result:
-        """Write the summary, which marks the run as finished."""
+        """Write the summary, and the digests of the folder's files, which mark the run as finished."""
         evaluator.load(params, buffers)
         summary = read_summary(self.folder.path)
         write_text(self.folder.summary, summary.to_json() + "\n")
+        self.folder.seal()
         return Result(summary, evaluator.module, params, self.folder.path)
 
     def note(self, what: str, **figures: float) -> None:
         """Append figures that depend on the machine to a file of their own."""
         try:
-            with self.folder.timing.open("a") as file:
-                file.write(json.dumps({"what": what, "unix_time_s": time.time(), **figures}) + "\n")
+            with open_to_append(self.folder.timing) as file:
+                file.write(json.dumps({"what": what, "unix_time_s": time.time(), **figures}).encode() + b"\n")
         except OSError as error:
             raise CheckpointError(
                 f"could not write {self.folder.timing}: {error.strerror}. Free disk space there, then resume."
@@ -414,7 +427,8 @@ class Driver(ABC, Generic[E]):
 
     def open_sinks(self, checkpoint: Checkpoint | None) -> list[Sink]:
         """The receivers of events: the log, truncated at the checkpoint, TensorBoard if asked for, and the user's."""
-        self.event_log = JsonlSink(self.folder.events, append_at=checkpoint.metadata["events_bytes"] if checkpoint else None)
+        path = self.folder.events
+        self.event_log = JsonlSink.at_record(path, checkpoint.metadata) if checkpoint else JsonlSink(path, digested=True)
         for sink in self.task.sinks if checkpoint else ():
             if isinstance(sink, ResumableSink):
                 sink.recall(read_events(self.folder.events))
@@ -428,5 +442,5 @@ class Driver(ABC, Generic[E]):
         """Save a checkpoint of the engine's round."""
         # The event comes first: the log is truncated where its checkpoint says, and must hold this line then too.
         sink.emit(Saved(round=engine.round, name=Checkpoints.name(engine.round)))
-        position = {"events_bytes": self.event_log.position()} if self.event_log is not None else {}
+        position = self.event_log.position_record() if self.event_log is not None else {}
         self.write_checkpoint(engine, {**position, **origin})

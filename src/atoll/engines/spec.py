@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,8 +10,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.overrides import override
-from atoll.core.errors import CheckpointError, ConfigError
-from atoll.core.serialization import write_text
+from atoll.core.config.type_checks import hints_of, settable
+from atoll.core.errors import CheckpointError, ConfigError, one_line
+from atoll.core.verified_files import read_record, write_record
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.processes.spec import Processes
 from atoll.engines.ray.spec import Ray
@@ -64,27 +64,31 @@ def with_settings(spec: EngineSpec, settings: Sequence[str]) -> EngineSpec:
 
 def write_spec(folder: Path, spec: EngineSpec) -> None:
     settings = {field.name: to_json(getattr(spec, field.name)) for field in fields(spec)}  # type: ignore[arg-type]
-    write_text(folder / _FILE, json.dumps({"format": FORMAT, "engine": spec.name, "settings": settings}) + "\n")
+    write_record(folder / _FILE, {"format": FORMAT, "engine": spec.name, "settings": settings})
 
 
 def read_spec(folder: Path) -> EngineSpec:
     """The spec that a run's folder keeps."""
     path = folder / _FILE
     try:
-        record = json.loads(path.read_text("utf-8"))
+        record = read_record(path)
         version = record.get("format")
         if version == FORMAT:
-            return SPECS[record["engine"]](**{name: from_json(value, name) for name, value in record["settings"].items()})
+            kind, settings = SPECS[record["engine"]], dict(record["settings"])
+            unknown = settings.keys() - settable(kind).keys()
+            if unknown:
+                raise ConfigError(f"engine {kind.name} has no setting {', '.join(sorted(unknown))}")
+            return kind(**{name: from_json(value, name, hints_of(kind)[name]) for name, value in settings.items()})
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {_FILE}: it is no run's folder, or one of an older version of atoll.") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}). It holds the name and the settings of one of the engines "
+            f"{path} cannot be read ({one_line(error)}). It holds the name and the settings of one of the engines "
             f"{', '.join(SPECS)}. Restore it from a copy, or start a new run."
         ) from error
     raise CheckpointError(
-        f"{path} has format {version}, and this version of atoll reads format {FORMAT}. Resume with the version that wrote it (see "
-        f"source.txt there)."
+        f"{path} has format {str(version)[:50]}, and this version of atoll reads format {FORMAT}. Resume with the version that "
+        f"wrote it (see source.txt there)."
     )
 
 

@@ -7,23 +7,24 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from atoll.core.config.json_records import to_json
-from atoll.core.errors import TrainingDiverged
+from atoll.core.errors import CheckpointError, TrainingDiverged
 from atoll.core.events import Progress
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink, Work, Workload
-from atoll.core.serialization import load_tree, read_tensors, save_tree
+from atoll.core.serialization import read_tree, save_tree
+from atoll.core.verified_files import json_digest
+from atoll.data.text import Text
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.optim.schedules import WSD, at
 from atoll.replica.local_replica import torch_threads
 from atoll.replica.master_weights import initial_weights
-from atoll.runs.folder import digest_of
 from atoll.runs.run_settings import Run, device_of, dtype_of
 from atoll.runs.workloads import LoadedData, data_fingerprint, sharded_workload, single_shard_workload, unpartitioned
 
@@ -53,9 +54,10 @@ def _key(depends_on: Sequence[Any]) -> str:
     return json.dumps([to_json(part) for part in depends_on], sort_keys=True)
 
 
-def load_data(run: Run, cache: Cache) -> LoadedData:
-    """The run's data, loaded once for all runs that share the cache."""
-    loaded: LoadedData = cache.get([unpartitioned(run.data)], run.data.load)
+def load_data(run: Run, cache: Cache, log: Callable[[str], object] = lambda line: None) -> LoadedData:
+    """The run's data, loaded once for all runs that share the cache. `log` takes lines while long files are verified."""
+    load = partial(run.data.load, log) if isinstance(run.data, Text) else run.data.load
+    loaded: LoadedData = cache.get([unpartitioned(run.data)], load)
     return replace(loaded, settings=run.data)  # type: ignore[arg-type]
 
 
@@ -84,10 +86,11 @@ class RunPreparation:
     run: Run
     workload: Workload | None = None
     cache: Cache = field(default_factory=Cache)
+    log: Callable[[str], object] = lambda line: None
 
     @cached_property
     def data(self) -> LoadedData:
-        return load_data(self.run, self.cache)
+        return load_data(self.run, self.cache, self.log)
 
     @cached_property
     def single_shard(self) -> Workload:
@@ -109,8 +112,8 @@ class RunPreparation:
             return train_warm_start(run, workload, sink)
 
         data = str(data_fingerprint(workload))
-        if file.exists() and read_tensors(file)[1].get("data") == data:
-            return _read(file, device_of(run))
+        if run.train.warm_start_steps and file.exists() and (found := _read(file, device_of(run), data)) is not None:
+            return found
         if not run.train.warm_start_steps:
             return train()
         cacheable = self.workload is None  # the settings do not describe a user's workload
@@ -123,7 +126,7 @@ class RunPreparation:
         workload, plain = self.sharded(warm.params), to_json(self.run)
         if resizable:
             plain["cluster"]["islands"] = None
-        return Prepared(workload, warm, {"run": digest_of(plain), "data": data_fingerprint(workload)})
+        return Prepared(workload, warm, {"run": json_digest(plain), "data": data_fingerprint(workload)})
 
 
 def _cached(run: Run, cache: Cache, data: str, train: Callable[[], WarmStart]) -> WarmStart:
@@ -131,7 +134,8 @@ def _cached(run: Run, cache: Cache, data: str, train: Callable[[], WarmStart]) -
     file = cache.file([*_depends_on(run), data])
     if file is None:
         return train()
-    if not file.exists():
+    found = _read(file, device_of(run), data) if file.exists() else None
+    if found is None:
         file.parent.mkdir(parents=True, exist_ok=True)
         mine = file.with_name(f"{file.stem}.{os.getpid()}")
         _write(mine, train(), data)
@@ -142,7 +146,9 @@ def _cached(run: Run, cache: Cache, data: str, train: Callable[[], WarmStart]) -
         except OSError:  # a file system without links
             os.replace(mine, file)
         mine.unlink(missing_ok=True)
-    return _read(file, device_of(run))
+        found = _read(file, device_of(run), data)
+    assert found is not None, "the name of the file has the digest of the data"
+    return found
 
 
 def train_warm_start(run: Run, workload: Workload, sink: Sink) -> WarmStart:
@@ -193,6 +199,11 @@ def _write(path: Path, warm: WarmStart, data: str) -> None:
     save_tree(path, warm.params, {"tokens": str(warm.tokens), "loss": repr(warm.loss), "data": data})
 
 
-def _read(path: Path, device: str) -> WarmStart:
-    _, metadata = read_tensors(path)
-    return WarmStart(load_tree(path).to(device), int(metadata["tokens"]), float(metadata["loss"]))
+def _read(path: Path, device: str, data: str) -> WarmStart | None:
+    """The warm start in a file; None if it read other data. Raises CheckpointError if the file is damaged or holds none."""
+    params, metadata = read_tree(path)
+    try:
+        tokens, loss = int(metadata["tokens"]), float(metadata["loss"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no warm start ({error!r}). Remove it: it is made again.") from error
+    return WarmStart(params.to(device), tokens, loss) if metadata.get("data") == data else None

@@ -24,7 +24,7 @@ import torch
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.optional_imports import require
 from atoll.core.protocols import Algorithm
-from atoll.core.serialization import replacing
+from atoll.core.verified_files import replacing
 from atoll.integrations.trainer_context import TrainerIslands, alone as alone
 
 _Callback: Any = require("transformers.trainer_callback", extra="hf", purpose="Hugging Face's callbacks").TrainerCallback

@@ -21,7 +21,7 @@ from torch import nn
 from atoll.core.config.type_checks import check_types, shown
 from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
-from atoll.core.serialization import expanded
+from atoll.core.verified_files import expanded
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weight file, for the fingerprint

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
@@ -22,13 +21,16 @@ import torch
 from torch import nn
 
 from atoll.core.config.json_records import from_json, to_json
-from atoll.core.errors import CheckpointError, ConfigError
+from atoll.core.errors import CheckpointError, ConfigError, one_line
 from atoll.core.flat_tree import trainable
-from atoll.core.serialization import expanded, load_tree, read_tensors, write_tensors
+from atoll.core.serialization import load_tree, read_tensors, write_tensors
+from atoll.core.verified_files import expanded, read_record, write_record
 from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions, load_model_tokenizer
 from atoll.data.text import Text
 from atoll.data.tokenizer import load_saved_tokenizer
+from atoll.models.gpt import GPT
+from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained, silent_transformers
 from atoll.runs.folder import RunFolder
 from atoll.runs.run_settings import Run
@@ -58,7 +60,7 @@ def export(folder: str | Path, out: str | Path) -> Path:
         else:
             opened = RunFolder.open(folder)
             config = {"atoll": to_json(run.model), "sizes": _sizes(run, opened)}
-            (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+            write_record(unfinished / CONFIG, config)
             write_tensors(unfinished / WEIGHTS, module.state_dict(), {"format": "pt"})
             if opened.tokenizer.exists():
                 shutil.copyfile(opened.tokenizer, unfinished / opened.tokenizer.name)
@@ -98,15 +100,18 @@ def load_exported(folder: str | Path) -> nn.Module:
     """The decoder or perceptron that `export` wrote, in evaluation mode. A pretrained model is loaded by its own library."""
     folder = expanded(folder)
     try:
-        config = json.loads((folder / CONFIG).read_text("utf-8"))
-        module: nn.Module = from_json(config["atoll"]).build(**config["sizes"], seed=0)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = read_record(folder / CONFIG)
+        module: nn.Module = from_json(config["atoll"], hint=GPT | MLP).build(**config["sizes"], seed=0)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"{folder} holds no model that atoll exported ({type(error).__name__}: {error}). Give the folder that `atoll export` "
+            f"{folder} holds no model that atoll exported ({one_line(error)}). Give the folder that `atoll export` "
             f"wrote; a Hugging Face model is loaded with `AutoModelForCausalLM.from_pretrained`."
         ) from error
     tensors, _ = read_tensors(folder / WEIGHTS)
-    module.load_state_dict(tensors)
+    try:
+        module.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder / WEIGHTS} has other weights than {CONFIG} describes. Export the run again.") from error
     return module.eval()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import hashlib
 import json
 import os
 import platform
@@ -26,7 +26,7 @@ import atoll
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import joined
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.serialization import write_text
+from atoll.core.verified_files import DIGESTS, check_digests, open_to_append, write_digests, write_record
 from atoll.runs.run_settings import Run
 from atoll.telemetry.run_progress import RUN_FORMAT, read_settings
 from atoll.telemetry.summary import read_summary
@@ -52,36 +52,47 @@ class RunFolder:
 
     @staticmethod
     def create(path: str | Path, run: Run, command: Sequence[str]) -> RunFolder:
-        """A new folder for this Run. Raises ConfigError if the path holds something already, or cannot be written."""
-        folder = RunFolder(Path(path))
-        if folder.path.exists() and not folder.path.is_dir():
-            raise ConfigError(f"{path} is a file, and a run needs a folder of its own. Use {_ANOTHER}.")
-        if folder.path.is_dir() and any(folder.path.iterdir()):
-            what, advice = "a folder that is not empty", f"Use {_ANOTHER}."
-            if folder._run.is_file():
-                what, advice = "a run's folder", f"Use --resume (in Python atoll.resume) to continue it, or {_ANOTHER}."
-            raise ConfigError(f"{path} is {what} already, and a new run would overwrite it. {advice}")
+        """A new folder for this Run. Raises ConfigError if the path holds something already, or cannot be written. Of several
+        processes that create one folder, one succeeds."""
+        folder, record = RunFolder(Path(path)), {"format": RUN_FORMAT, **to_json(run)}
+        if not os.path.lexists(folder.path / _LOCK):  # else another process may be creating it
+            folder._refuse_contents()
         with _writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
-        # run.json comes first: with it the folder can be opened even if this process is killed right after.
-        write_text(folder._run, json.dumps({"format": RUN_FORMAT, **to_json(run)}, indent=2) + "\n")
-        folder.append_source("started", command)
+        with folder.lock():
+            folder._refuse_contents()  # another process may have created it meanwhile
+            # run.json comes first: with it the folder can be opened even if this process is killed right after.
+            write_record(folder.settings, record)
+            folder.append_source("started", command)
         return folder
+
+    def _refuse_contents(self) -> None:
+        """Raise ConfigError if the path holds something other than the lock of a process that creates the folder."""
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file, and a run needs a folder of its own. Use {_ANOTHER}.")
+        with _writing(self.path):
+            found = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        if found - {_LOCK}:
+            what, advice = "a folder that is not empty", f"Use {_ANOTHER}."
+            if self.settings.is_file():
+                what, advice = "a run's folder", f"Use --resume (in Python atoll.resume) to continue it, or {_ANOTHER}."
+            raise ConfigError(f"{self.path} is {what} already, and a new run would overwrite it. {advice}")
 
     @staticmethod
     def open(path: str | Path) -> RunFolder:
         """The folder of a run that was started before. Raises ConfigError if there is no such folder, it is no run's folder, or
-        another version of atoll wrote it."""
+        another version of atoll wrote it; CheckpointError if the run is finished and its files have changed since."""
         folder = RunFolder(Path(path))
-        if not folder._run.is_file():
+        if not folder.settings.is_file():
             what = "has no run.json, so it is no run's folder" if folder.path.is_dir() else "is not a folder"
             raise ConfigError(f"{path} {what}. Give the folder of --out (in Python out=), or the one that the run printed.")
         folder.run_json  # noqa: B018, reads and checks it
+        check_digests(folder.path)
         return folder
 
     @property
     def run(self) -> Run:
-        found: Run = from_json(self.run_json)
+        found: Run = from_json(self.run_json, hint=Run)
         return found
 
     @property
@@ -91,12 +102,35 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run is finished, with its weights and figures in the folder."""
+        """Whether the run is finished, with its weights and figures in the folder. Raises CheckpointError if it is, and its files
+        have changed since."""
+        if check_digests(self.path):
+            return True
         try:
             read_summary(self.path)
         except AtollError:
             return False
         return self.final.exists()
+
+    def seal(self) -> None:
+        """Write the digests of the files of the finished run, which readers verify. Its logs and checkpoints are not among them:
+        nothing reads them any more."""
+        names = (
+            self.settings,
+            self.engine,
+            self.events,
+            self.timing,
+            self.final,
+            self.final_buffers,
+            self.tokenizer,
+            self.workload,
+        )
+        write_digests(self.path, [path.name for path in names], result=self.final.name)
+
+    def unseal(self) -> None:
+        """Remove the digests of a run that goes on, because its final weights were removed."""
+        with _writing(self.path):
+            (self.path / DIGESTS).unlink(missing_ok=True)
 
     def check_workload(self, name: str | None) -> None:
         """Refuse to open a run of a user's workload without that workload, and other runs with one. `name` is the name of the
@@ -115,7 +149,7 @@ class RunFolder:
         lacks are at their defaults."""
         own = self.run_json
         with suppress(ConfigError):  # of a Run that this version cannot read
-            own = to_json(from_json(own))
+            own = to_json(from_json(own, hint=type(run)))
         found = differences(to_json(run), own)
         if found:
             shown = "".join(f"\n  {path}: given {given}, in the folder {own}" for path, given, own in found[:_SHOWN])
@@ -127,7 +161,8 @@ class RunFolder:
 
     # -------------------------------------------------------------------------------------------------------------- paths
 
-    _run = _File("run.json")
+    settings = _File("run.json")
+    engine = _File("engine.json")
     source = _File("source.txt")
     events = _File("events.jsonl")
     timing = _File("timing.jsonl")
@@ -147,18 +182,18 @@ class RunFolder:
         The lock of a process that dies is released."""
         with ExitStack() as held:
             with _writing(self.path):
-                file = held.enter_context(open(self.path / "lock", "a+", encoding="utf-8"))
+                file = held.enter_context(open_to_append(self.path / _LOCK))
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
                     file.seek(0)
-                    holder = file.read().strip() or "another process"
+                    holder = file.read(200).decode(errors="replace").strip("\0 \n") or "another process"
                     raise ConfigError(
                         f"{self.path} is in use by {holder}: two processes would overwrite each other's files. "
                         f"Wait until it ends or stop it, or use {_ANOTHER}."
                     ) from error
                 file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
                 file.flush()
             try:
                 yield
@@ -172,10 +207,11 @@ class RunFolder:
     def append_source(self, verb: str, command: Sequence[str]) -> None:
         """Record in source.txt the version, machine and command that started or resumed the run."""
         lines = {verb: datetime.now().astimezone().isoformat(timespec="seconds"), "command": shlex.join(command), **source()}
-        with _writing(self.path), open(self.source, "a", encoding="utf-8") as file:
-            file.write("".join(f"{name}: {value}\n" for name, value in lines.items()) + "\n")
+        with _writing(self.path), open_to_append(self.source) as file:
+            file.write(("".join(f"{name}: {value}\n" for name, value in lines.items()) + "\n").encode(errors="replace"))
 
 
+_LOCK = "lock"
 _SHOWN = 20  # differing settings in one message
 _ANOTHER = "another --out (in Python out=)"
 
@@ -198,15 +234,12 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = error.strerror or error
+        if error.errno == errno.ELOOP:
+            why = f"{error.filename} is a symbolic link, and atoll writes nowhere else"
         raise ConfigError(f"cannot write to {folder}: {why}. Make room or get access there, or use {_ANOTHER}.") from error
 
 
 # ------------------------------------------------------------------------------------------------------------- comparing
-
-
-def digest_of(plain: Any) -> str:
-    """The digest of data as JSON."""
-    return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def differences(given: Any, own: Any, at: str = "") -> list[tuple[str, str, str]]:

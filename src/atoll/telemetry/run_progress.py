@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
 from atoll.core import events as ev
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, one_line
+from atoll.core.verified_files import read_record
 from atoll.telemetry.event_log import read_events
 
 RUN_FORMAT = 2
@@ -140,20 +140,18 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
     """The Run of a folder as plain data. ConfigError if run.json cannot be read, or another version of atoll wrote it."""
     path = Path(folder) / "run.json"
     try:
-        run = json.loads(path.read_bytes())
+        run = read_record(path)
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder} is not the folder of a run: {path.name} cannot be read ({error.strerror}). Give a folder that `atoll run` "
             f"wrote."
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Restore it from a copy, or start a new run.") from error
-    if not isinstance(run, dict):
-        raise ConfigError(f"{path} holds a {type(run).__name__} and should hold a Run. Restore it from a copy.")
+        raise ConfigError(f"{path} cannot be read ({one_line(error)}). Restore it from a copy, or start a new run.") from error
     version = run.pop("format", 1)
     if version != RUN_FORMAT:
         raise ConfigError(
-            f"{path} has format {version}, and this version of atoll reads format {RUN_FORMAT}. Use the version of atoll that "
-            f"wrote it (see source.txt there), or start a new run."
+            f"{path} has format {str(version)[:50]}, and this version of atoll reads format {RUN_FORMAT}. Use the version of atoll "
+            f"that wrote it (see source.txt there), or start a new run."
         )
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from operator import itemgetter
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from atoll.core import events as ev
 from atoll.core.errors import AtollError, CheckpointError
+from atoll.core.verified_files import check_digests, parse_json
 from atoll.telemetry.async_summary import AsynchronySummary, read_asynchrony
 from atoll.telemetry.event_log import Clock, clock_of, read_events, read_kind
 from atoll.telemetry.run_progress import read_progress, read_settings
@@ -106,6 +108,7 @@ def read_summary(folder: str | Path) -> Summary:
     """The summary of a finished run. Raises an AtollError for an unfinished one, with the command that resumes it."""
     folder = Path(folder)
     read_settings(folder)  # refuses the folder of another version
+    check_digests(folder)
     log = folder / "events.jsonl"
     last: dict[type[ev.Event], Any] = {}
     for event in read_events(log, kinds=(ev.RunStarted, ev.Evaluated, ev.RunFinished)) if log.exists() else ():
@@ -173,18 +176,19 @@ def _timing(folder: Path) -> tuple[float | None, int]:
     """Wall-clock seconds of the last process and the round that it began at, from timing.jsonl."""
     wall_time_s, resumed_from_round = None, 0
     path = folder / "timing.jsonl"
-    for line in path.read_bytes().splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue  # a kill truncated this line and the resumed process appended to it; these figures are not essential
         if not isinstance(record, dict):
             continue
-        if record.get("what") == "resumed":
-            resumed_from_round = int(record.get("round") or 0)
-        elif record.get("what") == "finished":
-            wall_time_s = record.get("wall_time_s")
-            resumed_from_round = int(record.get("resumed_from_round") or resumed_from_round)
+        with suppress(TypeError, ValueError, OverflowError):
+            if record.get("what") == "resumed":
+                resumed_from_round = int(record.get("round") or 0)
+            elif record.get("what") == "finished":
+                wall_time_s = float(record["wall_time_s"]) if "wall_time_s" in record else None
+                resumed_from_round = int(record.get("resumed_from_round") or resumed_from_round)
     return wall_time_s, resumed_from_round
 
 

@@ -38,12 +38,16 @@ class Nesterov:
     lr: float = 0.7
     momentum: float = 0.9
 
+    def step(self) -> float: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adam:
     lr: float | Cosine
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+
+    def step(self) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +190,30 @@ def test_an_unknown_field_is_refused_with_those_that_exist():
 def test_an_unknown_type_is_refused(name: Any):
     with pytest.raises(ConfigError, match=r"data has the type .*not a known dataclass.*import the module"):
         from_json({**to_json(Run()), "data": {"type": name}})
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("data", Adam),
+        ("data.partition", Link),
+        ("algorithm", Cluster),
+        ("algorithm.outer", IID),
+        ("cluster.links.0", Adam),
+        ("seed", IID),
+    ],
+)
+def test_a_file_may_not_name_a_class_that_does_not_fit_its_place(path: str, kind: type):
+    """Its constructor would run before anything is checked; the standard library alone has dozens of dataclasses."""
+    node = to_json(FULL)
+    inner, (*way, last) = node, path.split(".")
+    for name in way:
+        inner = inner[int(name) if name.isdecimal() else name]
+    inner[int(last) if last.isdecimal() else last] = {"type": f"{__name__}.{kind.__name__}"}
+    with pytest.raises(ConfigError, match=rf"^{path} has the type .*{kind.__name__}', which does not fit there"):
+        from_json(node, hint=Run)
+    with pytest.raises(ConfigError, match="which does not fit there"):
+        from_json(node, hint=Data)
 
 
 def test_a_file_cannot_make_us_import_a_module():

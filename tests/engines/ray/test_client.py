@@ -21,7 +21,7 @@ def retries_at_once(monkeypatch):
     monkeypatch.setattr("atoll.engines.ray.client._RETRY_S", 0.0)
 
 
-def client_of(answers, timeout_s=5.0):
+def client_of(answers, timeout_s=5.0, watch=None):
     """A client of a hub with these replies, and what the client logs."""
     answers, logged, waits, reported = iter(answers), [], [], []
 
@@ -40,7 +40,7 @@ def client_of(answers, timeout_s=5.0):
     hub = SimpleNamespace(status=SimpleNamespace(remote=lambda *arguments: next(answers)))
     hub.weights_lost = SimpleNamespace(remote=reported.append)
     hub.ping = SimpleNamespace(remote=lambda: next(answers))
-    client = HubClient(SimpleNamespace(get=get, exceptions=errors), hub, timeout_s=timeout_s, log=logged.append)
+    client = HubClient(SimpleNamespace(get=get, exceptions=errors), hub, timeout_s=timeout_s, log=logged.append, watch=watch)
     client.waits, client.reported = waits, reported
     return client, logged, Broken
 
@@ -75,6 +75,21 @@ def test_a_hanging_hub_is_called_once_and_fails_after_the_timeout():
     client, _, _ = client_of([[TimedOut("nothing yet")] * 9], timeout_s=1e-9)
     with pytest.raises(ExchangeFailed, match=r"has not replied .* \(engine.hub_timeout_s=1e-09\)"):
         client.call("status")
+
+
+def test_while_a_call_waits_the_cluster_is_watched():
+    seen = []
+
+    def watch():
+        seen.append(len(seen))
+        if len(seen) == 4:
+            raise ExchangeFailed("the head has died")
+
+    client, logged, _ = client_of([[TimedOut("nothing yet")] * 9], watch=watch)
+    with pytest.raises(ExchangeFailed, match="the head has died"):
+        client.call("status")
+    assert (len(seen), logged) == (4, [])
+    assert all(wait_s <= 1.0 for wait_s in client.waits)
 
 
 def test_a_call_waits_at_the_hub_for_less_than_the_timeout():

@@ -33,8 +33,8 @@ from tests.samples import arrived
 class MemoryLog(MemorySink):
     """Positions count events instead of bytes."""
 
-    def position(self):
-        return len(self.events)
+    def position_record(self):
+        return {"events_bytes": len(self.events)}
 
 
 class MemoryCheckpoints:

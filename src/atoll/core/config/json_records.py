@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from atoll.core.config.type_checks import is_record, joined, missing_fields, settable
+from atoll.core.config.type_checks import allows_class, hints_of, is_record, item_hints, joined, missing_fields, settable
 from atoll.core.errors import ConfigError
 
 
@@ -44,14 +44,21 @@ def to_json(value: Any, at: str = "") -> Any:
     )
 
 
-def from_json(node: Any, at: str = "") -> Any:
+def from_json(node: Any, at: str = "", hint: Any = Any) -> Any:
     """The value that `to_json` wrote. Fields that a file of an older version lacks get their defaults.
 
+    Args:
+        at: the path of the value, for messages.
+        hint: the type of the value. Classes that do not fit it, or the hints of the fields inside, are not called: a file may name
+            any dataclass of any module that is imported.
+
     Raises:
-        ConfigError: a type or field is unknown, a field without a default is missing, or the dataclass refuses its values.
+        ConfigError: a type or field is unknown or not allowed at its place, a field without a default is missing, or the dataclass
+            refuses its values.
     """
     if isinstance(node, list):
-        return tuple(from_json(item, joined(at, i)) for i, item in enumerate(node))
+        hints = [Any] * len(node) if hint is Any else item_hints(hint, len(node)) or [type(None)] * len(node)
+        return tuple(from_json(item, joined(at, i), hints[i]) for i, item in enumerate(node))
     if not isinstance(node, dict):
         return node
     name, given = node.get("type"), {key: item for key, item in node.items() if key != "type"}
@@ -62,13 +69,18 @@ def from_json(node: Any, at: str = "") -> Any:
         kind = find_type(name)
         if kind is None or not is_dataclass(kind):
             raise ConfigError(
-                f"{here} has the type {name!r}, which is not a known dataclass. Types of atoll are found by themselves; "
+                f"{here} has the type {name!r:.200}, which is not a known dataclass. Types of atoll are found by themselves; "
                 f"import the module of your own ones before you open the file, or check the name."
             )
+        if not allows_class(hint, kind):
+            raise ConfigError(f"{here} has the type {name!r:.200}, which does not fit there. Restore the file, or check the name.")
         _check_fields(kind, given, f"{here} ({kind.__name__})")
-        return kind(**{key: from_json(item, joined(at, key)) for key, item in given.items()})
-    except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{here} cannot be made from {node}: {error}. Correct the file, or write it again with atoll.") from error
+        inner = hints_of(kind)
+        return kind(**{key: from_json(item, joined(at, key), inner[key]) for key, item in given.items()})
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise ConfigError(
+            f"{here} cannot be made from {str(node)[:200]}: {str(error)[:200]}. Correct the file, or write it again with atoll."
+        ) from error
 
 
 def _check_fields(kind: type, given: Collection[str], here: str) -> None:
@@ -76,7 +88,7 @@ def _check_fields(kind: type, given: Collection[str], here: str) -> None:
     unknown, missing = sorted(set(given) - known.keys()), missing_fields(kind, given)
     if unknown:
         raise ConfigError(
-            f"{here} is given {', '.join(unknown)}, which it does not have. It has: {', '.join(known)}. "
+            f"{here} is given {', '.join(unknown)[:200]}, which it does not have. It has: {', '.join(known)}. "
             f"Remove it, or open the file with the version of atoll that wrote it."
         )
     if missing:

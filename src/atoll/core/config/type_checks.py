@@ -209,6 +209,15 @@ def missing(value: Any, protocol: type) -> list[str]:
     return [name for name in _members(protocol) if not hasattr(type(value), name) and not hasattr(value, name)]
 
 
+def allows_class(hint: Any, kind: type) -> bool:
+    """Whether instances of a dataclass may stand where the hint is, as far as the class tells: it is a subclass, or has the members
+    of a Protocol."""
+    expected, own = _expected(hint), {*dir(kind), *settable(kind)}
+    return Any in members_of(hint) or any(
+        own.issuperset(_members(known)) if is_protocol(known) else issubclass(kind, known) for known in expected.kinds
+    )
+
+
 @cache
 def _members(protocol: type) -> list[str]:
     bases = [base for base in reversed(protocol.__mro__) if is_protocol(base) and base.__module__ != "typing"]

@@ -161,7 +161,7 @@ def run_island(
 def run_rendezvous(join_info: Path, address: str) -> NoReturn:
     """Be the rendezvous of a run until this process is ended."""
     end_with_supervisor()
-    info = JoinInfo.from_text(join_info.read_text("utf-8"))
+    info = JoinInfo.from_text(join_info.read_text("utf-8", errors="replace"))
     try:
         rendezvous = Rendezvous(info, address)
     except BaseException as error:

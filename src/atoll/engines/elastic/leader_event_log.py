@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from atoll.core import events as ev
 from atoll.core.errors import CheckpointError
-from atoll.core.serialization import replacing
+from atoll.core.verified_files import replacing
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.membership import log_while_waiting, retry

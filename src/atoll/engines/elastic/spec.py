@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from atoll.core.config.json_records import from_json, to_json
-from atoll.core.config.type_checks import OrInfinite, Timeout, shown_text
-from atoll.core.errors import ConfigError
+from atoll.core.config.type_checks import OrInfinite, Timeout, hints_of, shown_text
+from atoll.core.errors import ConfigError, one_line
+from atoll.core.verified_files import parse_json
 from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
 from atoll.runs.run_settings import Run
 from atoll.runs.validation import check_devices_share_batch
@@ -125,8 +126,15 @@ class JoinInfo:
 
     @staticmethod
     def from_text(text: str) -> JoinInfo:
-        record = json.loads(text)
-        return JoinInfo(from_json(record["run"]), Elastic(**record["spec"]), record["lighthouse"])
+        """What `to_text` wrote. Raises ConfigError if it is anything else."""
+        try:
+            record = parse_json(text)
+            settings = {name: from_json(value, name, hints_of(Elastic)[name]) for name, value in record["spec"].items()}
+            return JoinInfo(from_json(record["run"], hint=Run), Elastic(**settings), str(record["lighthouse"]))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"what describes the run to a joiner cannot be read ({one_line(error)}). Start the run again."
+            ) from error
 
 
 def check_same_origin(own: Mapping[str, str | None], other: Mapping[str, str | None], name: str) -> None:

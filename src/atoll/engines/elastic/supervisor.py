@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import read_event
 from atoll.core.protocols import Sink
+from atoll.core.verified_files import write_text
 from atoll.engines.elastic.rendezvous import free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.liveness import last_error
@@ -128,10 +129,12 @@ class Supervisor:
         self.address = f"{host}:{spec.port or free_port(host)}"
         join_info = self._folder / "join_info.json"
         # Islands of other machines look for the lighthouse where it was before.
-        former = JoinInfo.from_text(join_info.read_text("utf-8")).lighthouse if join_info.exists() else ":0"
+        former = ":0"
+        with suppress(OSError, UnicodeDecodeError, ConfigError):  # a damaged file is replaced; those islands look there in vain
+            former = JoinInfo.from_text(join_info.read_text("utf-8")).lighthouse
         former_host, _, port = former.rpartition(":")
         lighthouse = f"{host}:{free_port(host, int(port) if former_host == host else 0)}"
-        join_info.write_text(JoinInfo(task.run, spec, lighthouse).to_text(), "utf-8")
+        write_text(join_info, JoinInfo(task.run, spec, lighthouse).to_text())
         self.rendezvous = self._child("lighthouse", "rendezvous", str(join_info), self.address)
         self.islands = [
             self._child(name, "island", self.address, "--name", name, "--folder", str(self._folder))

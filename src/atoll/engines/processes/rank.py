@@ -145,7 +145,7 @@ class RunPlan:
     @staticmethod
     def from_text(text: str) -> RunPlan:
         record = json.loads(text)
-        return RunPlan(from_json(record["run"]), Processes(**record["spec"]), Path(record["folder"]), record["finished"])
+        return RunPlan(from_json(record["run"], hint=Run), Processes(**record["spec"]), Path(record["folder"]), record["finished"])
 
 
 def _publish_plan(store: Store, request: RunRequest, size: int, held: ExitStack) -> tuple[RunPlan, RunTask]:

@@ -14,13 +14,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
 from atoll.engines.point_to_point import first_sentence
 
@@ -35,6 +36,8 @@ _LOCAL = {
 }
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_S = 5.0
+_LOOK_EVERY_S = 1.0
+_HEAD_PATIENCE_S = 3.0
 _LEAST_STORE_BYTES = 128 * 2**20
 _STORE_SHARE = 0.3  # of the machine's memory, which is Ray's default
 
@@ -67,9 +70,12 @@ def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path) -> Iterator
                 f"Ray could not start with an object store of {capacity_bytes} bytes: {first_sentence(str(error))}. Free some "
                 f"memory and space in /dev/shm, or start Ray yourself and set engine.address."
             ) from error
+        head = ClusterHead(ray)
         try:
             yield ray
         finally:
+            if not head.answers():
+                _kill_local_processes()
             ray.shutdown()
 
 
@@ -114,6 +120,59 @@ def check_reachable(address: str) -> str:
             f"`ray start --head --node-ip-address HOST --port PORT`, or leave it out to start one on this machine."
         ) from error
     return host
+
+
+class ClusterHead:
+    """Watches the head of a Ray cluster, its process `gcs_server`. Without it Ray starts nothing any more, and after 60 s ends this
+    process without a message of atoll."""
+
+    def __init__(self, ray: Any, log: Callable[[str], object] = lambda line: None) -> None:
+        self._log = log
+        self.address: str = ray.get_runtime_context().gcs_address
+        self._looked_s = self._answered_s = time.monotonic()
+        self._logged = False
+
+    def check(self) -> None:
+        """Connect to the head, once a second. Raises ExchangeFailed if it has not answered for some seconds."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        if self.answers():
+            self._answered_s, self._logged = now_s, False
+            return
+        if not self._logged:
+            self._logged = True
+            self._log(f"the head of the Ray cluster at {self.address} does not answer; the run ends if that goes on")
+        if now_s - self._answered_s > _HEAD_PATIENCE_S:
+            raise ExchangeFailed(
+                f"the head of the Ray cluster at {self.address} does not answer any more: its process gcs_server has died, or this "
+                f"machine is cut off from it. The run cannot go on without it. Start the cluster again if it is your own, and "
+                f"resume the run with --resume."
+            )
+
+    def answers(self) -> bool:
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_LOOK_EVERY_S).close()
+        except OSError:
+            return False
+        return True
+
+
+def _kill_local_processes() -> None:
+    """Kill all processes of a local Ray whose head is lost: some of them would wait for the head for ever."""
+    psutil = require("psutil", extra="ray", purpose="--engine ray and what runs on it")
+    node = require("ray._private.worker", extra="ray", purpose="--engine ray and what runs on it")._global_node
+    processes = []
+    for info in (info for infos in node.all_processes.values() for info in infos):
+        with suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(info.process.pid)
+            processes += [parent, *parent.children(recursive=True)]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_CONNECT_S)
 
 
 def _is_connected() -> bool:

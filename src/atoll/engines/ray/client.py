@@ -9,15 +9,21 @@ from typing import Any
 from atoll.core.errors import ExchangeFailed
 
 _RETRY_S = 0.2
+_WATCH_EVERY_S = 1.0
 _LOG_EVERY_S = 15.0
 _LEAST_WAIT_S = 0.01  # for the reply of a live hub, whatever the timeout
 
 
 class HubClient:
-    """A client of the hub, which waits `timeout_s` seconds for a reply and logs that it waits. `hub` is the actor's handle."""
+    """A client of the hub, which waits `timeout_s` seconds for a reply and logs that it waits. `hub` is the actor's handle; `watch`
+    is called about once a second meanwhile, and may raise."""
 
-    def __init__(self, ray: Any, hub: Any, *, timeout_s: float, log: Callable[[str], object]) -> None:
+    def __init__(
+        self, ray: Any, hub: Any, *, timeout_s: float, log: Callable[[str], object], watch: Callable[[], object] | None = None
+    ) -> None:
         self._ray, self.hub, self._timeout_s, self._log = ray, hub, timeout_s, log
+        self._watch = watch
+        self._wait_s = _LOG_EVERY_S if watch is None else _WATCH_EVERY_S
         errors = ray.exceptions
         self._no_reply: type[Exception] = errors.GetTimeoutError
         # A dead, restarting or out-of-memory actor; an object that was lost with the process that owned it.
@@ -32,18 +38,22 @@ class HubClient:
         ExchangeFailed without a reply within the timeout."""
         began_s, logged_s, reply = time.monotonic(), -_LOG_EVERY_S, None
         while True:
+            if self._watch is not None:
+                self._watch()
             if reply is None:
                 reply = getattr(self.hub, method).remote(*arguments)
             left_s = self._timeout_s - (time.monotonic() - began_s)
             try:
-                result = self._ray.get(reply, timeout=max(_LEAST_WAIT_S, min(_LOG_EVERY_S, left_s)))
+                result = self._ray.get(reply, timeout=max(_LEAST_WAIT_S, min(self._wait_s, left_s)))
             except (*self._lost, self._no_reply) as error:
                 waited_s = time.monotonic() - began_s
                 self._check_timeout(error, waited_s)
-                if waited_s - logged_s >= _LOG_EVERY_S:
+                hangs = isinstance(error, self._no_reply)
+                # A watched call looks up every second, which is not worth a line.
+                if waited_s - logged_s >= _LOG_EVERY_S and not (hangs and self._watch is not None and waited_s < _LOG_EVERY_S):
                     logged_s = waited_s
                     self._log(f"the hub does not reply ({method}: {type(error).__name__}); waiting up to {self._timeout_s:g} s")
-                if not isinstance(error, self._no_reply):  # a hub that hangs has the call, and may still reply
+                if not hangs:  # a hub that hangs has the call, and may still reply
                     time.sleep(_RETRY_S)
                     reply = None
             else:

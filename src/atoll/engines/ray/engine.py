@@ -136,7 +136,7 @@ class WorkerPool:
 
 class RayEngine:
     """Runs one asynchronous algorithm on Ray. `evaluate` computes the metrics of weights and buffers. Events go to `sink`, lines on
-    dead and hanging processes to `log`."""
+    dead and hanging processes to `log`. `watch` is called about once a second, and raises if the run cannot go on."""
 
     def __init__(
         self,
@@ -147,11 +147,12 @@ class RayEngine:
         evaluate: Callable[[Tree, Mapping[str, Tensor]], Mapping[str, float]],
         sink: Sink,
         log: Callable[[str], object],
+        watch: Callable[[], object] | None = None,
     ) -> None:
         self._ray, self._spec, self._worker = ray, hub, worker
         self._evaluate, self._sink, self._log = evaluate, sink, log
         self._hub = start_hub(ray, hub)
-        self._client = HubClient(ray, self._hub, timeout_s=hub.engine.hub_timeout_s, log=log)
+        self._client = HubClient(ray, self._hub, timeout_s=hub.engine.hub_timeout_s, log=log, watch=watch)
         self._pool: WorkerPool | None = None
         self.steps, self.steps_taken, self.round = hub.run.train.steps, 0, 0
         self.params: Tree  # of the hub, with the next two, when the run is over

@@ -18,6 +18,7 @@ from atoll.core import events as ev
 from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import load_tree
+from atoll.core.verified_files import open_to_append
 from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.ray.hub_state import HubState
 from atoll.engines.ray.messages import HubProcessSpec, LostRounds
@@ -38,14 +39,14 @@ def log_line(folder: Path, text: str) -> None:
     path = folder / "logs" / _HUB_LOG
     with suppress(OSError):  # a full disk does not end the run
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        with open_to_append(path) as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
 
 
 def lock_folder(folder: Path, log: Callable[[str], object], timeout_s: float = math.inf) -> int:
     """Waits until another hub of this run has ended: until then it may write the log and a newer checkpoint. Returns a file
     that holds the lock while it is open. Raises ExchangeFailed after `timeout_s` seconds."""
-    began_s, lock, logged = time.monotonic(), os.open(folder / _HUB_LOCK, os.O_WRONLY | os.O_CREAT, 0o644), False
+    began_s, lock, logged = time.monotonic(), os.open(folder / _HUB_LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,7 +117,12 @@ def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
     lost = rounds_after(folder, after)
     if not same_session:  # the log was truncated at the start of this session, and the spec says what was lost then
         lost = LostRounds(lost.rounds + spec.lost.rounds, lost.local_updates + spec.lost.local_updates)
-    outbox, clock = EventOutbox(JsonlSink(folder.events, append_at=after)), WallClock()
+    log = (
+        JsonlSink(folder.events, append_at=after, digested=True)
+        if saved is None
+        else JsonlSink.at_record(folder.events, saved.metadata)
+    )
+    outbox, clock = EventOutbox(log), WallClock()
     state = HubState(spec.run, spec.engine, load_tree(spec.folder / INITIAL_WEIGHTS), spec.examples, epoch=epoch, sink=outbox)
     name = None if saved is None else Checkpoints.name(saved.round)
     if saved is not None:
@@ -200,8 +206,8 @@ class CheckpointWriter:
         """Weights are immutable, and shared. All else is copied, since the outer rule updates it in place."""
         began_s, state, now_s = time.monotonic(), self._hub.state, self._hub.clock.now_s()
         self._saved_progress = self._progress()
-        position, zero_s = self._hub.outbox.log.position(), time.monotonic() - now_s
-        metadata = {"events_bytes": position, "session": self._spec.session, "zero_s": zero_s, **self._spec.origin}
+        position, zero_s = self._hub.outbox.log.position_record(), time.monotonic() - now_s
+        metadata = {**position, "session": self._spec.session, "zero_s": zero_s, **self._spec.origin}
         held = state.hub.pin_weights()
         parts = copy.deepcopy(state.to_parts(now_s), {id(tree): tree for tree in held})
         self._snapshot_s += time.monotonic() - began_s

@@ -98,7 +98,8 @@ class RayDriver(Driver[RayEngine]):
         with self._cluster(params) as ray, ExitStack() as stack, self.task.injecting() as faults:
             shown = Fanout([*receivers, *([] if faults is None else [faults])])
             worker = self._worker_spec(ray, params)
-            engine = RayEngine(ray=ray, hub=hub, worker=worker, evaluate=evaluator, sink=shown, log=self.task.log)
+            watch = bootstrap.ClusterHead(ray, self.task.log).check
+            engine = RayEngine(ray=ray, hub=hub, worker=worker, evaluate=evaluator, sink=shown, log=self.task.log, watch=watch)
             stack.push(lambda kind, error, trace: engine.close(save=kind is not None))
             yield engine
 

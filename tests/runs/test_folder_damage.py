@@ -1,0 +1,334 @@
+"""A fuzzer: whatever happens to a file of a run, each command ends with an AtollError of bounded length, or with the result of the
+undamaged folder. It never ends with another error, and never silently with another result."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import atoll
+from atoll import recipes
+from atoll.core.config.overrides import override
+from atoll.core.errors import AtollError
+from atoll.core.events import RoundFinished
+from atoll.data.prepare import Preparation, prepare
+from atoll.engines.replay_async_run import replay_run
+from atoll.runs.evaluate import evaluate
+from atoll.runs.export import export, load_exported
+from atoll.runs.generate import generate
+from atoll.runs.run_settings import candidates
+from atoll.telemetry import compare
+from atoll.telemetry.report import report_sections
+from atoll.telemetry.run_progress import read_progress
+from atoll.telemetry.summary import read_summary
+from atoll.telemetry.trace import write_trace
+
+LONGEST = 2_000  # characters of a message; paths of pytest are long
+TRAINING = ["train.warm_start_steps=2", "keep.evaluate_every=4", "keep.save_every=2", "optimizer.lr.warmup=0"]
+DECODER = ["model.layers=1", "model.width=16", "model.heads=2", "data.seq_len=16", "data.eval_batches=1", "cluster.islands=2"]
+SETTINGS = [*DECODER, *TRAINING, "algorithm.inner_steps=2", "train.steps=6", "train.batch_size=2"]
+POINTS = ["model.hidden=8", "data.examples=512", "data.dimensions=16", "data.clusters_per_class=1", "data.eval_examples=128"]
+TOY = [*POINTS, *TRAINING[:2], "keep.save_every=4", "algorithm.inner_steps=4", "train.steps=12", "train.batch_size=8"]
+
+Damage = Callable[[Path, random.Random], None]
+Command = Callable[[Path], Any]
+
+
+# ------------------------------------------------------------------------------------------------------------------ damages
+
+
+def flip(path: Path, chance: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def cut(path: Path, chance: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
+
+
+def halve(path: Path, chance: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path, chance: random.Random) -> None:
+    path.write_bytes(b"")
+
+
+def delete(path: Path, chance: random.Random) -> None:
+    path.unlink()
+
+
+def fill_with_nul(path: Path, chance: random.Random) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def lose_a_block(path: Path, chance: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    start = chance.randrange(len(data))
+    data[start : start + 64] = bytes(len(data[start : start + 64]))
+    path.write_bytes(data)
+
+
+def add_a_line(path: Path, chance: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + b"\x00garbage\n")
+
+
+def nest(path: Path, chance: random.Random) -> None:
+    path.write_text("[" * 200_000)
+
+
+def become_a_folder(path: Path, chance: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link_to_itself(path: Path, chance: random.Random) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def link_to_a_copy(path: Path, chance: random.Random) -> None:
+    """As a user does who moves a file to another disk."""
+    outside = path.parents[len(path.relative_to(root_of(path)).parts)] / "outside"
+    shutil.move(path, outside)
+    path.symlink_to(outside)
+
+
+def link_to_another_file(path: Path, chance: random.Random) -> None:
+    outside = path.parents[len(path.relative_to(root_of(path)).parts)] / "outside"
+    outside.write_text("precious")
+    path.unlink()
+    path.symlink_to(outside)
+
+
+WHOLE: list[Damage] = [
+    halve,
+    empty,
+    delete,
+    fill_with_nul,
+    add_a_line,
+    nest,
+    become_a_folder,
+    link_to_itself,
+    link_to_a_copy,
+    link_to_another_file,
+]
+RANDOM: list[Damage] = [flip, flip, flip, cut, lose_a_block]
+
+
+def root_of(path: Path) -> Path:
+    return next(folder for folder in path.parents if folder.name == "root")
+
+
+# ---------------------------------------------------------------------------------------------------- folders and commands
+
+
+class Interruption(Exception):
+    pass
+
+
+class InterruptingSink:
+    """Ends a run after this round."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def emit(self, event: Any) -> None:
+        if isinstance(event, RoundFinished) and event.round == self.round:
+            raise Interruption
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory) -> tuple[Path, Any]:
+    """The files of a Run on prepared text, and the Run."""
+    base = tmp_path_factory.mktemp("damage")
+    (base / "text").mkdir()
+    for number in range(12):
+        (base / "text" / f"{number}.txt").write_text(f"The island {number} trains, then sends its delta. " * 40)
+    corpus = base / "root" / "prepared"
+    prepare(Preparation(corpus=f"files:{base}/text", tokenizer="bpe:300", validation_fraction=0.2), corpus)
+    return base, override(recipes.demo_diloco(), [*SETTINGS, f"data.corpus=prepared:{corpus}"], candidates)
+
+
+@pytest.fixture(scope="module")
+def finished(text_run) -> Path:
+    base, run = text_run
+    shutil.rmtree(base / "root" / "run", ignore_errors=True)
+    atoll.run(run, out=base / "root" / "run")
+    return _keep(base, "finished")
+
+
+@pytest.fixture(scope="module")
+def interrupted(text_run) -> Path:
+    base, run = text_run
+    shutil.rmtree(base / "root" / "run", ignore_errors=True)
+    with pytest.raises(Interruption):
+        atoll.run(run, out=base / "root" / "run", sinks=[InterruptingSink(3)])
+    return _keep(base, "interrupted")
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("damage")
+    atoll.run(override(recipes.toy_async(), TOY, candidates), out=base / "root" / "run")
+    return _keep(base, "asynchronous")
+
+
+def _keep(base: Path, name: str) -> Path:
+    """A copy of the files, from which `root` is restored before each damage. Runs name their text by its path."""
+    shutil.copytree(base / "root", base / name)
+    return base / name
+
+
+def restored(copy: Path) -> Path:
+    root = copy.parent / "root"
+    shutil.rmtree(root)
+    shutil.copytree(copy, root)
+    if os.path.lexists(copy.parent / "outside"):
+        (copy.parent / "outside").unlink()
+    return root
+
+
+def resume(root: Path) -> Any:
+    result = atoll.resume(root / "run")
+    assert result is not None
+    return result.params.digest(), result.val_loss, {name: value.sum().item() for name, value in result.module.named_parameters()}
+
+
+def report(root: Path) -> Any:
+    progress, console = read_progress(root / "run"), Console(width=200, file=io.StringIO())
+    for section in report_sections(root / "run"):
+        console.print(section)
+    trace = write_trace(root / "run", root / "trace.json").read_text()
+    assert isinstance(console.file, io.StringIO)
+    return progress.position, read_summary(root / "run").to_json(), console.file.getvalue(), trace
+
+
+def compare_alone(root: Path) -> Any:
+    return json.dumps(compare.comparison([root / "run"]).to_dict())
+
+
+def export_weights(root: Path) -> Any:
+    out = export(root / "run", root.parent / "exported")
+    try:
+        return {name: value.tolist() for name, value in load_exported(out).state_dict().items()}, sorted(os.listdir(out))
+    finally:
+        shutil.rmtree(out)
+
+
+def generate_text(root: Path) -> Any:
+    return generate(root / "run", "The island", tokens=5, temperature=0.0, top_k=None, seed=0)
+
+
+def evaluate_text(root: Path) -> Any:
+    return evaluate(root / "run", f"files:{root.parent}/text/0.txt")
+
+
+def replay(root: Path) -> Any:
+    return replay_run(root / "run").to_dict()
+
+
+READERS: Mapping[str, Command] = {
+    "report": report,
+    "compare": compare_alone,
+    "export": export_weights,
+    "generate": generate_text,
+    "evaluate": evaluate_text,
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- the fuzzer
+
+
+def files_of(copy: Path) -> list[Path]:
+    return sorted(path.relative_to(copy) for path in copy.rglob("*") if path.is_file())
+
+
+def damages(copy: Path, repeats: int) -> Iterator[tuple[Path, Damage]]:
+    """Every damage of the whole of every file, and random ones."""
+    for file in files_of(copy):
+        has_bytes = (copy / file).stat().st_size > 0
+        for kind in [*WHOLE, *RANDOM * repeats]:
+            if has_bytes or kind not in RANDOM:
+                yield file, kind
+
+
+def wrong(copy: Path, commands: Mapping[str, Command], share: int, repeats: int) -> tuple[list[str], int, int]:
+    """What went wrong, how many commands were tried on damaged files, and how many of them refused these. Every `share`-th damage
+    is tried. The last command may write files."""
+    expected = {}
+    for name, command in commands.items():
+        expected[name] = command(restored(copy))
+    found, tried, refused = list[str](), 0, 0
+    for seed, (file, damage) in islice(enumerate(damages(copy, repeats)), None, None, share):
+        root = restored(copy)
+        damage(root / file, random.Random(seed))
+        outside = copy.parent / "outside"
+        before = outside.read_bytes() if outside.exists() else None
+        for name, command in commands.items():
+            what, tried = f"{name} after {damage.__name__} of {file} (seed {seed})", tried + 1
+            try:
+                result = command(root)
+            except AtollError as error:
+                refused += 1
+                if len(str(error)) > LONGEST:
+                    found.append(f"{what}: a message of {len(str(error))} characters: {str(error)[:200]}")
+            except Exception as error:
+                found.append(f"{what}: {type(error).__name__}: {str(error)[:200]}")
+            else:
+                if result != expected[name]:
+                    found.append(f"{what}: another result")
+            if before is not None and outside.read_bytes() != before:
+                found.append(f"{what}: a file outside of the folder was written")
+    sys.stdout.write(f"{tried} commands on damaged files, {refused} refused, {len(found)} wrong\n")
+    return found, tried, refused
+
+
+# Files have 15 damages each, so that every 4th is each of them in turn.
+some_and_all = pytest.mark.parametrize(("share", "repeats"), [(4, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
+
+
+@some_and_all
+def test_every_command_refuses_a_damaged_finished_run_or_reads_it_right(finished, share: int, repeats: int):
+    found, tried, refused = wrong(finished, {**READERS, "resume": resume}, share, repeats)
+    assert not found, "\n".join(found)
+    assert tried > 500
+    assert refused > tried / 4
+
+
+@some_and_all
+def test_an_interrupted_run_is_resumed_to_the_same_weights_or_refused(interrupted, share: int, repeats: int):
+    found, tried, refused = wrong(interrupted, {"resume": resume}, share, repeats)
+    assert not found, "\n".join(found)
+    assert tried > 80
+    assert tried / 4 < refused < tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [atoll.Processes(processes=2), atoll.Elastic(processes=2)], ids=["processes", "elastic"])
+def test_every_command_refuses_a_damaged_finished_run_of_real_processes_or_reads_it_right(text_run, engine):
+    base, run = text_run
+    shutil.rmtree(base / "root" / "run", ignore_errors=True)
+    atoll.run(run, engine=engine, out=base / "root" / "run")
+    found, tried, refused = wrong(_keep(base, engine.name), {**READERS, "resume": resume}, 2, 1)
+    assert not found, "\n".join(found)
+    assert tried / 4 < refused < tried
+
+
+@some_and_all
+def test_a_replay_refuses_a_damaged_run_or_gives_the_same_bits(asynchronous, share: int, repeats: int):
+    found, tried, refused = wrong(asynchronous, {"compare": compare_alone, "replay": replay}, share, repeats)
+    assert not found, "\n".join(found)
+    assert tried / 8 < refused < tried
