@@ -211,7 +211,7 @@ def report(root: Path) -> Any:
     progress, console = read_progress(root / "run"), Console(width=200, file=io.StringIO())
     for section in report_sections(root / "run"):
         console.print(section)
-    trace = write_trace(root / "run", root / "trace.json").read_text()
+    trace = write_trace(root / "run", root / "run" / "trace.json").read_text()
     assert isinstance(console.file, io.StringIO)
     return progress.position, read_summary(root / "run").to_json(), console.file.getvalue(), trace
 
@@ -321,7 +321,9 @@ def test_an_interrupted_run_is_resumed_to_the_same_weights_or_refused(interrupte
 def test_every_command_refuses_a_damaged_finished_run_of_real_processes_or_reads_it_right(text_run, engine):
     base, run = text_run
     shutil.rmtree(base / "root" / "run", ignore_errors=True)
+    (base / "root" / "trace.json").unlink(missing_ok=True)
     atoll.run(run, engine=engine, out=base / "root" / "run")
+    write_trace(base / "root" / "run", base / "root" / "run" / "trace.json")
     found, tried, refused = wrong(_keep(base, engine.name), {**READERS, "resume": resume}, 2, 1)
     assert not found, "\n".join(found)
     assert tried / 4 < refused < tried

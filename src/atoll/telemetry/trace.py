@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from atoll.core import events as ev
 from atoll.core.errors import AtollError
+from atoll.core.verified_files import replacing
 from atoll.telemetry.async_summary import WorkerRound, WorkerWait, is_asynchronous, worker_history
 from atoll.telemetry.event_log import clock_of, read_events
 from atoll.telemetry.sync_summary import by_device, device_name
@@ -34,11 +35,11 @@ def write_trace(folder: str | Path, path: str | Path) -> Path:
     if not trace.spans and not trace.instants:
         raise AtollError(f"the run in {folder} has nothing on its timeline yet. Let it run on, then write the trace again.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+    with replacing(path, AtollError) as file:
+        file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, record in enumerate(trace.records()):
-            file.write((",\n" if number else "") + json.dumps(json_value(record), allow_nan=False))
-        file.write("\n]}\n")
+            file.write(((",\n" if number else "") + json.dumps(json_value(record), allow_nan=False)).encode())
+        file.write(b"\n]}\n")
     return path
 
 
