@@ -335,18 +335,19 @@ def torch_optimizer(rule: InnerRule, matrices: Sequence[nn.Parameter], rest: Seq
 
 @dataclass(frozen=True, eq=False)
 class TrainJob:
-    """Steps of one replica."""
+    """Steps of one replica, except for the first `after`, which were taken already."""
 
     replica: LocalReplica
     steps: int
     work: Work
+    after: int = 0
 
     @property
     def batches(self) -> float:
         return self.steps
 
     def __call__(self) -> tuple[None, ComputeResult]:
-        return None, self.replica.train(self.steps, self.work)
+        return None, self.replica.train(self.steps, self.work, self.after)
 
     def first_batch(self) -> Any:
         return next(self.replica.read_batches(1, self.work))

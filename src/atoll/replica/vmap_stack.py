@@ -9,9 +9,10 @@ batch, and their results are discarded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,18 +95,21 @@ class VmapStack:
         """Frees the memory of CUDA graphs. The stack computes nothing afterwards."""
         self._pass = _closed
 
-    def train(self, trainings: Sequence[TrainJob]) -> list[ComputeResult]:
-        """Trains each replica. Replicas may take different numbers of steps. Raises RaggedBatches if batches differ in shape."""
+    def train(self, trainings: Sequence[TrainJob], least: int = 1) -> list[ComputeResult]:
+        """Trains each replica, each its own number of steps. The stack ends when fewer than `least` replicas have steps left, since
+        rows without an island take as long as the others. Raises RaggedBatches if batches differ in shape."""
         rows = self._rows[: len(trainings)]
         for row, training in zip(rows, trainings, strict=True):
-            row.enter(training.replica)
-        readers = [training.replica.read_batches(training.steps, training.work) for training in trainings]
+            row.enter(training)
+        readers = [_rest(training) for training in trainings]
         tokens, losses, shapes = [0] * len(trainings), list[Tensor](), set[object]()
         optimizers: dict[tuple[int, ...], torch.optim.Optimizer] = {}
-        for step in range(max(training.steps for training in trainings)):
+        for step in range(max(training.steps - training.after for training in trainings)):
             if any(training.replica.cancelled() for training in trainings):
                 raise CancelledError("the engine no longer needs these steps")
-            active = [number for number, training in enumerate(trainings) if step < training.steps]
+            active = [number for number, training in enumerate(trainings) if step < training.steps - training.after]
+            if len(active) < least:
+                break
             batches = {number: next(readers[number]) for number in active}
             shapes = {*shapes, *map(_shapes, batches.values())}
             if len(shapes) > 1:
@@ -113,7 +117,7 @@ class VmapStack:
                 raise RaggedBatches(shapes, _results(trainings, losses, tokens))
             losses.append(self._backward(batches))
             self._clip()
-            rates = {number: trainings[number].replica.learning_rate(step, trainings[number].work) for number in active}
+            rates = {number: _rate(trainings[number], step) for number in active}
             self._step(rates, optimizers)
             for number in active:
                 trainings[number].replica.steps_taken += 1
@@ -205,8 +209,20 @@ def _results(trainings: Sequence[TrainJob], losses: Sequence[Tensor], tokens: Se
     """The results of the steps taken so far. The host waits for the device once."""
     table: list[list[float]] = torch.stack(list(losses)).tolist() if losses else []
     return [
-        ComputeResult([row[number] for row in table[: training.steps]], tokens[number]) for number, training in enumerate(trainings)
+        ComputeResult([row[number] for row in table[: training.steps - training.after]], tokens[number])
+        for number, training in enumerate(trainings)
     ]
+
+
+def _rest(training: TrainJob) -> Iterator[Any]:
+    """The batches of the steps that are left."""
+    work = replace(training.work, start=training.work.start + training.after)
+    return training.replica.read_batches(training.steps - training.after, work)
+
+
+def _rate(training: TrainJob, step: int) -> float:
+    """The learning rate of a step, counted from the first of those that are left."""
+    return training.replica.learning_rate(training.after + step, training.work)
 
 
 def _closed(batches: Any) -> Tensor:
@@ -235,9 +251,11 @@ class _StackRow:
             part.grad = grad
         self.moments: list[dict[str, Any]] = []
 
-    def enter(self, replica: LocalReplica) -> None:
-        """Begins a round of this replica in the row."""
-        replica.begin_round()
+    def enter(self, training: TrainJob) -> None:
+        """Begins a round of this replica in the row, or continues it."""
+        replica = training.replica
+        if not training.after:
+            replica.begin_round()
         replica.stack_row = (self.grads.data_ptr(), self.grads.nbytes)
         self.load(replica)
         # The same dict objects, so that the replica's own optimizer sees what this one stores.
