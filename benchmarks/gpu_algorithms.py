@@ -106,7 +106,7 @@ class Rows:
             self.tokens = "random tokens"
         else:
             self.workload = preparation.sharded(Tree.of({}))
-            self.tokens = f"the text in {text}"
+            self.tokens = "prepared text"  # text.json in the record says which
 
     @property
     def _on(self) -> Any:

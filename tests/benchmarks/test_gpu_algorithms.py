@@ -31,7 +31,7 @@ def test_every_algorithm_is_measured_on_prepared_text_with_a_verdict(b, tmp_path
     assert [cell["key"].partition(" |")[0] for cell in cells] == names
     for cell in cells:
         assert len(cell["step_s"]) == len(cell["bare_step_s"]) == 2
-        assert "the text in" in cell["key"]
+        assert "prepared text" in cell["key"]
     for name in b.gpu_algorithms.ALGORITHMS:
         assert f": {name} trains " in printed
     assert (tmp_path / "record" / "text.json").exists()
