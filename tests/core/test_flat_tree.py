@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from atoll.core.errors import TreeDonated
-from atoll.core.flat_tree import Tree, empty, products, trainable
+from atoll.core.flat_tree import Tree, _norms_finite, empty, products, trainable
 from atoll.core.layout import Layout, shard_range
 
 torch.set_num_threads(1)
@@ -577,3 +577,14 @@ def test_products_are_those_of_each_with_each():
     for i, one in enumerate(trees):
         for j, two in enumerate(trees):
             assert found[i][j] == one.dot(two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_one_kernel_for_many_buffers_finds_a_value_that_is_not_finite(dtype):
+    """What a GPU computes. An overflowing norm is "perhaps not", and each Tree is looked at then."""
+    flats = [torch.ones(5, dtype=dtype), torch.empty(0, dtype=dtype), torch.full((3,), -2.0, dtype=dtype)]
+    assert _norms_finite(flats)
+    assert _norms_finite([])
+    for value in (math.inf, -math.inf, math.nan):
+        assert not _norms_finite([*flats, torch.tensor([1.0, value], dtype=dtype)])
+    assert not _norms_finite([torch.full((2,), 3e38)])

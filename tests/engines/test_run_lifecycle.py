@@ -24,7 +24,7 @@ from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.folder import RunFolder
 from atoll.runs.generate import generate
-from atoll.runs.run_settings import candidates
+from atoll.runs.run_settings import as_recorded, candidates
 from atoll.telemetry.event_log import read_events
 from atoll.telemetry.sinks import MemorySink
 from atoll.testing.simulated_runs import Regression
@@ -72,6 +72,21 @@ def test_the_folder_holds_what_it_should(straight):
     assert {"run.json", "source.txt", "events.jsonl", "checkpoints", "final.safetensors", "summary.json"} <= names
     assert [p.name for p in sorted((straight.folder / "checkpoints").iterdir())] == ["00000003", "00000004"]
     assert json.loads((straight.folder / "summary.json").read_text())["val_loss"] == straight.val_loss
+
+
+def test_a_folder_records_the_precision_that_was_chosen_and_a_resumed_run_keeps_it(straight, tmp_path):
+    assert small().train.precision == small().train.compile == "auto"
+    recorded = json.loads((straight.folder / "run.json").read_text())
+    assert (recorded["train"]["precision"], recorded["train"]["compile"]) == ("fp32", False)
+    RunFolder.open(straight.folder).same_run(as_recorded(small(), RunFolder.open(straight.folder).run))
+    shutil.copytree(straight.folder, tmp_path / "cuda")
+    (tmp_path / "cuda" / "summary.json").unlink()
+    (tmp_path / "cuda" / "final.safetensors").unlink()
+    recorded["train"].update(device="auto", precision="bf16")
+    (tmp_path / "cuda" / "run.json").write_text(json.dumps(recorded))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="computes in bf16"):
+            run_lifecycle.resume(tmp_path / "cuda")
 
 
 def saved_types(node):
@@ -154,7 +169,7 @@ def test_from_scratch_there_is_no_warm_start(tmp_path):
 KILLED = """
 import os, signal, sys
 import atoll
-from atoll.runs.run_settings import candidates
+from atoll.runs.run_settings import as_recorded, candidates
 from atoll.core.config.overrides import override
 
 class Bomb:

@@ -12,7 +12,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
 from atoll.data.partition import ByDomain
-from atoll.engines.training_setup import replica_of
+from atoll.engines.training_setup import matrix_products, replica_of
 from atoll.optim.adam import AdamW
 from atoll.runs.run_settings import candidates, device_of
 from atoll.runs.workloads import sharded_workload, single_shard_workload
@@ -140,3 +140,38 @@ def test_speeds_are_one_per_island():
     for speeds in ("[1,2]", "[1,2,3,4,5]"):
         with pytest.raises(ConfigError, match=r"algorithm.speeds has \d figures for cluster.islands=4"):
             override(recipes.demo_async(), [f"algorithm.speeds={speeds}"], candidates)
+
+
+# ---------------------------------------------------------------------------------------------------------- matrix products
+
+
+def tf32_flags():
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", True), ("bf16", True), ("fp32-strict", False)])
+def test_products_on_cuda_are_tf32_for_the_time_of_a_run_unless_it_is_strict(precision, allowed, monkeypatch):
+    before = tf32_flags()
+    run = override(recipes.demo_diloco(), ["train.device=auto", f"train.precision={precision}", "train.compile=false"], candidates)
+    with matrix_products(run):
+        assert tf32_flags() == before, "there is no CUDA device to compute on"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    computing = matrix_products(run)
+    computing.__enter__()
+    assert tf32_flags() == (allowed, allowed)
+    computing.__exit__(KeyError, KeyError(), None)  # also after an error
+    assert tf32_flags() == before
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch has one API for TF32 here")
+def test_a_user_who_set_the_precision_of_single_operators_gets_it_back(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    matmul = torch.backends.cuda.matmul
+    try:
+        matmul.allow_tf32 = True
+        matmul.fp32_precision = "ieee"  # now torch refuses to read allow_tf32
+        with matrix_products(override(recipes.demo_diloco(), ["train.device=auto", "train.precision=fp32"], candidates)):
+            assert matmul.fp32_precision == "tf32"
+        assert matmul.fp32_precision == "ieee"
+    finally:
+        matmul.allow_tf32 = False

@@ -7,6 +7,7 @@ from atoll.core.chunked_elementwise import CHUNK
 from atoll.core.errors import TreeDonated
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import trees
+from atoll.optim import chunked_step
 from atoll.optim.adam import AdamW
 from atoll.optim.chunked_step import preview, step
 from atoll.optim.schedules import Cosine
@@ -118,3 +119,34 @@ def test_a_gradient_of_another_model_is_refused(operation):
     params, _, state = case(rule)
     with pytest.raises(ValueError, match="layout"):
         operation(rule, params, Tree.of({"other": torch.ones(39)}), state)
+
+
+# ------------------------------------------------------------------------------------------------------------- fused kernels
+
+
+@each_rule
+@pytest.mark.parametrize("given", [False, True], ids=["read", "donated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_form_for_a_gpu_is_that_of_the_rule_within_rounding(rule, given, dtype, monkeypatch):
+    """`update_in_place` on whole slices; on a CPU only here."""
+    params, gradient, state = case(rule, 300, dtype)
+    expected = rule.update(params, (gradient.wide() / 3.0) * 0.5, state)
+    before = digests((params, state))
+    monkeypatch.setattr(chunked_step, "_has_fused_kernel", lambda rule, params: hasattr(rule, "update_in_place"))
+    seen = preview(rule, params, gradient.copy(), state, over=3.0, times=0.5, sent=torch.float32)
+    assert torch.allclose(seen.flat, expected[0].flat, rtol=1e-5, atol=1e-6)
+    assert digests((params, state)) == before, "a preview only reads"
+    unsent = step(rule, params, mine := gradient.copy(), state, over=3.0, times=0.5, send=False)
+    assert mine.same_bits(gradient)
+    assert digests((params, state)) == before, "what was not given is only read"
+    place = params.flat.data_ptr()
+    weights, moments = (donated(params), donated(state)) if given else (params, state)
+    sent, new, kept = step(rule, weights, gradient.copy(), moments, over=3.0, times=0.5, sent=dtype)
+    assert (new.flat.data_ptr() == place) is given
+    assert sent.flat.dtype == dtype
+    assert sent.same_bits(new.cast(dtype))
+    assert kept.step == state.step + 1
+    for one in (new, unsent.params):
+        assert torch.allclose(one.flat, expected[0].flat, rtol=1e-5, atol=1e-6)
+    for one, two in zip(trees((kept, unsent.state)), trees((expected[1], expected[1])), strict=True):
+        assert torch.allclose(one.flat, two.flat, rtol=1e-5, atol=1e-6)

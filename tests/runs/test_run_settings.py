@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
@@ -27,7 +28,19 @@ from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Link
-from atoll.runs.run_settings import Run, Train, TrainsDevices, candidates
+from atoll.runs.run_settings import (
+    COMPILE_S,
+    SAVED_S_PER_LAYER,
+    ComputeDevice,
+    Run,
+    Train,
+    TrainsDevices,
+    as_recorded,
+    candidates,
+    check_recorded_precision,
+    choose_computing,
+    compiling_pays,
+)
 
 TOY = Run(
     recipe="toy",
@@ -149,7 +162,8 @@ def test_a_schedule_in_a_wrapped_rule_counts_the_steps_of_that_rule():
 
 def test_given_settings_are_not_changed_by_resolving():
     outer = DelayedNesterov(lr=Cosine(lr=0.7, steps=99), period=4)
-    run = replace(TOY, algorithm=Pushing(outer=outer), optimizer=SGD(lr=Cosine(lr=0.1, steps=77)))
+    train = replace(TOY.train, precision="fp32", compile=False)
+    run = replace(TOY, algorithm=Pushing(outer=outer), optimizer=SGD(lr=Cosine(lr=0.1, steps=77)), train=train)
     assert run.resolved == run
     assert run.resolved.algorithm.outer is outer
 
@@ -223,3 +237,88 @@ def test_a_resolved_run_has_a_clock(batch, clock):
     assert run.algorithm.clock is None
     assert run.resolved.algorithm.clock == clock
     assert run.resolved.resolved == run.resolved
+
+
+# ------------------------------------------------------------------------------------------- precision and compilation: auto
+
+NO_CUDA = ComputeDevice(None, compiles=False)
+HOPPER, TURING = ComputeDevice((9, 0), compiles=True), ComputeDevice((7, 5), compiles=True)
+LONG = ("model.layers=6", "train.steps=3000", "train.warm_start_steps=1000", "train.device=auto")
+
+
+def chosen(*settings, device=HOPPER, **more):
+    train, line = choose_computing(override(recipes.demo_diloco(), settings, candidates), device, **more)
+    return train.precision, train.compile, line
+
+
+def test_a_cpu_computes_in_fp32_without_compiling_and_says_nothing():
+    assert chosen(*LONG, device=NO_CUDA) == ("fp32", False, None)
+    assert chosen(device=NO_CUDA) == ("fp32", False, None)
+
+
+@pytest.mark.parametrize(("device", "precision"), [(HOPPER, "bf16"), (ComputeDevice((8, 0), True), "bf16"), (TURING, "fp32")])
+def test_a_cuda_device_computes_in_bf16_if_it_has_it_and_one_line_says_so(device, precision):
+    found, compiled, line = chosen(*LONG, device=device)
+    assert (found, compiled) == (precision, True)
+    has = "has bf16" if precision == "bf16" else "has no bf16"
+    assert line == (
+        f"precision {precision}, compiled: this device {has} and the run is long; set train.precision / train.compile to change it"
+    )
+
+
+def test_only_a_run_that_saves_more_time_than_compiling_takes_is_compiled():
+    enough = int(COMPILE_S / SAVED_S_PER_LAYER / 6)
+    assert not compiling_pays(enough, layers=6)
+    assert compiling_pays(enough + 1, layers=6)
+    short = chosen("train.steps=60", "train.device=auto")
+    assert short[1] is False
+    assert "not compiled: this device has bf16 and the run is too short to gain from compiling; set" in short[2]
+    four_islands = ("model.layers=6", "train.steps=1500", "train.warm_start_steps=0", "train.device=auto")
+    assert chosen(*four_islands)[1] is True
+    assert chosen(*four_islands, islands=1)[1] is False, "a process per island has a fourth of the steps"
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"own_workload": True}, "the workload is the user's own"),
+        ({"device": ComputeDevice((9, 0), compiles=False)}, "torch.compile finds no Triton"),
+    ],
+)
+def test_auto_compiles_nothing_that_it_does_not_know_to_compile(more, why):
+    assert chosen(*LONG, **more)[1] is False
+    assert why in chosen(*LONG, **more)[2]
+
+
+def test_a_model_whose_batches_differ_in_length_is_not_compiled():
+    train, line = choose_computing(recipes.finetune(), HOPPER)
+    assert (train.precision, train.compile) == ("all-bf16", False)
+    assert "the model is a Pretrained" in line
+
+
+def test_settings_of_the_user_are_kept_and_not_announced():
+    assert chosen(*LONG, "train.precision=fp32-strict", "train.compile=false") == ("fp32-strict", False, None)
+    assert chosen(*LONG, "train.precision=all-bf16", "train.compile=true") == ("all-bf16", True, None)
+    precision, compiled, line = chosen(*LONG, "train.precision=fp32")
+    assert (precision, compiled) == ("fp32", True)
+    assert line.startswith("precision fp32, compiled: the run is long;")
+
+
+def test_a_resolved_run_on_a_cpu_has_the_values_that_runs_had_before_auto():
+    plain = to_json(recipes.demo_diloco().resolved)["train"]
+    assert (plain["precision"], plain["compile"]) == ("fp32", False)
+
+
+def test_a_run_in_bf16_is_resumed_on_a_cuda_device_only():
+    recorded = override(recipes.demo_diloco(), ["train.device=auto", "train.precision=bf16"], candidates)
+    check_recorded_precision(recorded, HOPPER)
+    with pytest.raises(ConfigError, match=r"computes in bf16, and torch sees no CUDA device"):
+        check_recorded_precision(recorded, NO_CUDA)
+
+
+def test_a_given_run_that_leaves_the_precision_open_is_the_recorded_one():
+    given = recipes.demo_diloco()
+    recorded = override(given, ["train.device=auto", "train.precision=bf16", "train.compile=true"], candidates)
+    assert as_recorded(replace(given, train=replace(given.train, device="auto")), recorded) == recorded
+    strict = override(given, ["train.precision=fp32-strict"], candidates)
+    assert as_recorded(strict, recorded).train.precision == "fp32-strict", "a difference that the folder then refuses"

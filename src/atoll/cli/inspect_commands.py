@@ -16,12 +16,12 @@ from rich.table import Table
 from atoll import recipes
 from atoll.cli.recipe_settings import PRESETS, run_of, spec_with
 from atoll.core.config.json_records import to_json
-from atoll.core.config.list_settings import describe
+from atoll.core.config.list_settings import Setting, describe
 from atoll.core.verified_files import check_digests
 from atoll.engines.spec import EngineSettings, spec_named
 from atoll.runs.evaluate import evaluate
 from atoll.runs.folder import RunFolder
-from atoll.runs.run_settings import candidates
+from atoll.runs.run_settings import Run, candidates
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.plots import write_plots
@@ -50,8 +50,15 @@ def show_recipe(name: str, settings: Sequence[str], seed: int | None, engine: st
     table.add_column("value", overflow="fold")
     table.add_column("type", overflow="fold", style="dim")
     for setting in [*describe(run, candidates, PRESETS), *(describe(EngineSettings(spec)) if engine else ())]:
-        table.add_row(setting.path, escape(setting.text), escape(setting.kind))
+        table.add_row(setting.path, escape(_with_choice(setting, run)), escape(setting.kind))
     _print_table(table)
+
+
+def _with_choice(setting: Setting, run: Run) -> str:
+    """The setting's value; if it is left to the device, with what this machine's device has."""
+    if setting.path not in ("train.precision", "train.compile") or setting.text != "auto":
+        return setting.text
+    return f"auto (here {str(getattr(run.resolved.train, setting.path.removeprefix('train.'))).lower()})"
 
 
 def _print_table(table: Table) -> None:

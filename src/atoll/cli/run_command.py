@@ -24,7 +24,7 @@ from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
 from atoll.engines.spec import EngineSpec, processes_started, refuse_torchrun, saved_spec, spec_named
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.folder import RunFolder, default_path
-from atoll.runs.run_settings import Run
+from atoll.runs.run_settings import Run, as_recorded
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.plots import plot_comparison
@@ -83,7 +83,7 @@ def _resume(options: RunOptions, faults: Faults | None) -> Result | None:
         return run_lifecycle.resume(folder, engine=spec, command=sys.argv)
     opened = RunFolder.open(folder)
     if options.recipe is not None:
-        opened.same_run(spec.fitted(run_of(options.recipe, options.settings, options.seed)))
+        opened.same_run(as_recorded(spec.fitted(run_of(options.recipe, options.settings, options.seed)), opened.run))
     check_imported(folder)
     # The launcher has its ranks resume a run that is new.
     title = f"resume {folder}" if opened.checkpoints.is_dir() else None

@@ -283,6 +283,8 @@ class Tree(Mapping[str, Tensor]):
     def dot(self, other: Tree) -> float:
         """The inner product, summed in double precision."""
         self._operand(other)
+        if self is other and self.flat.device.type != "cpu":
+            return self.norm() ** 2  # one kernel, and no doubles
         # The doubles of one chunk stay in a CPU's cache; on a GPU a chunk costs launches, and its doubles memory.
         on_cpu = self.flat.device.type == "cpu"
         size = _CHUNK if on_cpu else _DEVICE_CHUNK
@@ -376,9 +378,12 @@ def all_finite(trees: Iterable[Tree]) -> bool:
     trees = list(trees)
     if any(tree.flat.device.type == "cpu" for tree in trees):
         return all(tree.is_finite() for tree in trees)
-    sums = [tree.flat.sum(dtype=torch.float64) for tree in trees]
-    finite = not sums or bool(torch.isfinite(torch.stack(sums)).all())
-    return finite or all(tree.is_finite() for tree in trees)  # the sum of doubles may overflow
+    return _norms_finite([tree.flat for tree in trees]) or all(tree.is_finite() for tree in trees)  # a norm may overflow
+
+
+def _norms_finite(flats: Sequence[Tensor]) -> bool:
+    """Whether the norms of all buffers are finite: one kernel for all of them, and one synchronization."""
+    return not flats or bool(torch.isfinite(torch.stack([norm.float() for norm in torch._foreach_norm(list(flats))])).all())
 
 
 def products(trees: Sequence[Tree]) -> list[list[float]]:

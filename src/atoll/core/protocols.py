@@ -101,7 +101,8 @@ class Gradient(NamedTuple):
 
     def mean(self) -> Tree:
         """The mean gradient, in the buffer of the sum, which can then no longer be read."""
-        return self.sum.claim().div_(self.weight or 1.0)
+        mean = self.sum.claim()
+        return mean if self.weight in (0.0, 1.0) else mean.div_(self.weight)
 
 
 Weigh = Literal["batches", "tokens"]

@@ -24,7 +24,7 @@ from atoll.core.protocols import Arrival, AsyncAlgorithm, Sink, Task, Work, Work
 from atoll.core.serialization import load_tree
 from atoll.core.verified_files import expanded
 from atoll.engines.timed_replica import ProcessReplica, run_worker_round
-from atoll.engines.training_setup import loss_of, replica_of
+from atoll.engines.training_setup import loss_of, matrix_products, replica_of
 from atoll.engines.warm_start_training import RunPreparation
 from atoll.replica.local_replica import LocalReplica, torch_threads
 from atoll.runs.folder import RunFolder
@@ -189,7 +189,7 @@ def replay_run(folder: str | Path, *, workload: Workload | None = None, sink: Si
     warm = preparation.warm_start(opened.warm_start, out)
     schedule = [event for event in read_events(opened.events) if isinstance(event, _KINDS)]
     replay = _Replay(run, preparation.sharded(warm.params), warm.params.copy(), schedule)
-    with torch_threads(run.cluster.threads_per_island):
+    with torch_threads(run.cluster.threads_per_island), matrix_products(run):
         replay.run(out)
     final = load_tree(opened.final).to(device_of(run))
     largest, greatest = (replay.params - final).flat.abs().max().item(), final.flat.abs().max().item()

@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -36,11 +36,12 @@ from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.simulator.spec import Simulator
-from atoll.engines.spec import EngineSpec, read_spec, refuse_torchrun, saved_spec, started_by_torchrun, write_spec
+from atoll.engines.spec import EngineSpec, read_spec, refuse_torchrun, saved_spec, write_spec
+from atoll.engines.training_setup import matrix_products
 from atoll.engines.warm_start_training import Cache, Prepared, RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder, default_path
-from atoll.runs.run_settings import Run, device_of, dtype_of, precision_notice
+from atoll.runs.run_settings import Run, check_recorded_precision, choose_computing, device_of, dtype_of, here
 from atoll.runs.validation import check_finetuning_inputs
 from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.event_log import JsonlSink, log_damage, read_events
@@ -136,20 +137,23 @@ class RunRequest(RunInputs):
                 folder.append_source("resumed", self.command)
                 folder.unseal()
                 write_spec(folder.path, spec)
-            only_starts_ranks = spec.runs_on_ranks and not started_by_torchrun()  # rank 0 opens the folder again, and logs it
-            if not folder.finished and not only_starts_ranks and (notice := precision_notice(run)):
-                self.log(notice)
             yield RunTask(run=run, spec=spec, folder=folder, **{f.name: getattr(self, f.name) for f in fields(RunInputs)})
 
     def _create(self, run: Run) -> tuple[Run, EngineSpec, RunFolder]:
-        """Refuses what the engine cannot carry out before the folder exists."""
+        """Refuses what the engine cannot carry out before the folder exists. The folder records the precision and the compilation
+        that are chosen here, so that a resumed run keeps them on any device."""
         spec = self.spec or Simulator()
         run = spec.fitted(run)
+        islands = None if isinstance(spec, Simulator) else 1
+        train, notice = choose_computing(run, here(run), islands=islands, own_workload=self.workload is not None)
+        run = replace(run, train=train)
         self.check_faults(run, spec)
         _refuse_impossible(RunPreparation(run.resolved, self.workload, self.cache, self.log))
         folder = RunFolder.create(self.out or default_path(run.recipe, run.seed), run, self.command)
         write_spec(folder.path, spec)
         self.log(f"folder: {folder.path}")
+        if notice:
+            self.log(notice)
         return run, spec, folder
 
     def _reopen(self) -> tuple[Run, EngineSpec, RunFolder]:
@@ -165,6 +169,8 @@ class RunRequest(RunInputs):
         self._log_unverified(folder)
         spec = self.spec or saved
         self.check_faults(folder.run, spec)
+        if not folder.finished:
+            check_recorded_precision(folder.run, here(folder.run))
         return folder.run, spec, folder
 
     def _log_unverified(self, folder: RunFolder) -> None:
@@ -392,6 +398,7 @@ class Driver(ABC, Generic[E]):
     def carry_out(self) -> Result | None:
         checkpoint = self.newest_checkpoint()
         with ExitStack() as stack:
+            stack.enter_context(matrix_products(self.run))
             sink: Sink = Fanout([])
             if self.leads:
                 self.results.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -46,7 +47,45 @@ def passed_multiple(before: int, now: int, interval: int) -> bool:
 
 def loss_of(run: Run, workload: Workload) -> Loss:
     """The workload's loss; with train.compile one compiled graph for all replicas."""
+    assert run.train.compile != "auto", "a resolved run says whether it compiles"
     return torch.compile(workload.loss) if run.train.compile else workload.loss
+
+
+@contextmanager
+def matrix_products(run: Run) -> Iterator[None]:
+    """Computes the products of single-precision matrices in TF32 on CUDA, unless the run has fp32-strict. torch keeps this in flags
+    of the process, which are restored at the end. Every process that computes for a run does so within this context."""
+    if device_of(run) == "cpu":
+        yield
+        return
+    tf32 = run.train.precision != "fp32-strict"
+    with _tf32(torch.backends.cuda.matmul, (torch.backends.cuda.matmul,), tf32):
+        cudnn = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn) if hasattr(torch.backends.cudnn, "conv") else ()
+        with _tf32(torch.backends.cudnn, cudnn, tf32):
+            yield
+
+
+@contextmanager
+def _tf32(backend: Any, operators: Sequence[Any], allowed: bool) -> Iterator[None]:
+    """Sets `allow_tf32`, which torch.compile reads too. Where the user has set `fp32_precision` of some operators instead, torch
+    does not say what `allow_tf32` is; then this sets the operators' and restores them."""
+    try:
+        before = backend.allow_tf32
+    except RuntimeError:
+        precisions = [operator.fp32_precision for operator in operators]
+        for operator in operators:
+            operator.fp32_precision = "tf32" if allowed else "ieee"
+        try:
+            yield
+        finally:
+            for operator, precision in zip(operators, precisions, strict=True):
+                operator.fp32_precision = precision
+        return
+    backend.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        backend.allow_tf32 = before
 
 
 def replica_of(

@@ -21,7 +21,7 @@ from atoll.core.protocols import Sink, Work, Workload
 from atoll.core.serialization import read_tree, save_tree
 from atoll.core.verified_files import json_digest
 from atoll.data.text import Text
-from atoll.engines.training_setup import loss_of, replica_of
+from atoll.engines.training_setup import loss_of, matrix_products, replica_of
 from atoll.optim.schedules import WSD, at
 from atoll.replica.local_replica import torch_threads
 from atoll.replica.master_weights import initial_weights
@@ -160,7 +160,7 @@ def train_warm_start(run: Run, workload: Workload, sink: Sink) -> WarmStart:
     replica.load(initial)
     losses: list[float] = []
     tokens = 0
-    with torch_threads(run.cluster.threads_per_island):
+    with torch_threads(run.cluster.threads_per_island), matrix_products(run):
         for start in range(0, steps, _PROGRESS_STEPS):
             count = min(_PROGRESS_STEPS, steps - start)
             trained = replica.train(count, Work(shard=0, start=start, schedule=start, examples=0))

@@ -21,7 +21,7 @@ from torch import Tensor
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.nested_trees import trees_in, with_trees
 from atoll.core.protocols import Rule
-from atoll.optim.in_place import check_layouts
+from atoll.optim.in_place import InPlaceRule, check_layouts
 
 _CHUNK = 1 << 16  # smaller than that of `elementwise`: a slice of a model may be small
 _CHUNK_ELSEWHERE = 1 << 22  # on a GPU, where each operation costs a launch
@@ -43,6 +43,9 @@ def preview(
     Weights and state are only read. The gradient is donated: the new weights lie in its buffer if they have its precision.
     """
     check_layouts(params, gradient, *trees_in(state))
+    if _has_fused_kernel(rule, params):
+        copies = [tree.copy() for tree in trees_in((params, state))]
+        return _fused(rule, copies, gradient, state, over, times, sent).sent
     new = _sent(gradient, sent or gradient.flat.dtype)
     for (into,), weights, passing in _chunks(rule, params, gradient, state, [new.flat], over, times):
         into.copy_(weights.flat)
@@ -64,6 +67,9 @@ def step(
     """`preview` that keeps the new weights and state. Donated weights and state are updated in place. Without `send` the gradient
     stays as it is, and nothing is written for the wire."""
     check_layouts(params, gradient, *trees_in(state))
+    if _has_fused_kernel(rule, params):
+        own = [tree.claim() if tree.donated else tree.copy() for tree in trees_in((params, state))]
+        return _fused(rule, own, gradient, state, over, times, sent, send=send)
     kept = [Tree(t.layout, t.flat if t.donated else empty(t.numel, t.flat.dtype, t.flat.device)) for t in trees_in((params, state))]
     new = _sent(gradient, sent or gradient.flat.dtype) if send else gradient
     outputs = [tree.flat for tree in ([new, *kept] if send else kept)]
@@ -78,6 +84,37 @@ def step(
         if tree.donated:
             tree.claim()  # its buffer holds the new values now
     return Stepped(new, kept[0], with_trees(last, iter(kept[1:])))
+
+
+def _has_fused_kernel(rule: Rule, params: Tree) -> bool:
+    """Whether to step by the rule's `update_in_place`: on a GPU, where the readable form costs a launch per operation, and no bits
+    are promised. Not for a large slice, of which it would copy more than a chunk."""
+    on_gpu = params.flat.device.type != "cpu"
+    return on_gpu and params.numel <= _CHUNK_ELSEWHERE and isinstance(rule, InPlaceRule)
+
+
+def _fused(
+    rule: Any,
+    own: list[Tree],
+    gradient: Tree,
+    state: Any,
+    over: float,
+    times: float,
+    sent: torch.dtype | None,
+    *,
+    send: bool = True,
+) -> Stepped:
+    """A step in the buffers `own`, which hold the weights and the state's Trees."""
+    slope = gradient.flat.to(own[0].flat.dtype)
+    reuses = send and slope is gradient.flat  # the new weights overwrite it anyway
+    mean = torch.mul(slope, times / over, out=slope if reuses else None)
+    weights, *moments = (tree.donate() for tree in own)
+    new, stepped = rule.update_in_place(weights, Tree(own[0].layout, mean), with_trees(state, iter(moments)))
+    if not send:
+        return Stepped(gradient, new, stepped)
+    on_wire = _sent(gradient, sent or gradient.flat.dtype)
+    on_wire.flat.copy_(new.flat)
+    return Stepped(on_wire, new, stepped)
 
 
 def _sent(gradient: Tree, dtype: torch.dtype) -> Tree:

@@ -180,10 +180,10 @@ def fused_adamw(
 
 
 def _cut(moments: Moments, ranges: Iterable[tuple[int, int]]) -> tuple[list[Moments], list[Moments]]:
-    """The whole vectors of each range, and the rest at its end."""
+    """The whole vectors of each range, and the rest at its end. On a GPU all of a range is rounded alike."""
     bodies, ends = [], []
     for start, stop in ranges:
-        middle = stop - (stop - start) % VECTOR
+        middle = stop - (stop - start) % VECTOR if moments.weights.device.type == "cpu" else stop
         if start < middle:
             bodies.append(Moments(*(flat[start:middle] for flat in moments)))
         if middle < stop:

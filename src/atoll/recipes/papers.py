@@ -89,7 +89,6 @@ def _acco(name: str, model: GPT, *, seq_len: int, lr: float) -> Run:
             clip_norm=None,
             device="auto",
             precision="all-bf16",
-            compile=True,
         ),
         cluster=Cluster(islands=islands, step_time_s=(1.0,)),
         keep=Keep(evaluate_every=500, save_every=500),
@@ -104,9 +103,7 @@ def _async(name: str, model: GPT) -> Run:
         data=Text(corpus="stdlib", tokenizer="bytes", seq_len=256, eval_batches=16),
         algorithm=AsyncLocalSGD(inner_steps=50, outer=outer, pace="given", grace_s=3.0),
         optimizer=AdamW(lr=Cosine(lr=4e-4, warmup=1_000, floor=1e-6), betas=(0.9, 0.95), weight_decay=0.1),
-        train=Train(
-            steps=64_000, batch_size=128, micro_batches=4, warm_start_steps=24_000, device="auto", precision="bf16", compile=True
-        ),
+        train=Train(steps=64_000, batch_size=128, micro_batches=4, warm_start_steps=24_000, device="auto"),
         cluster=Cluster(islands=4, step_time_s="very"),
         keep=Keep(evaluate_every=500, save_every=500),
     )
@@ -119,9 +116,7 @@ def _diloco(name: str, model: GPT) -> Run:
         data=Text(corpus="stdlib", tokenizer="bytes", seq_len=1024, partition=KMeans(), eval_batches=16),
         algorithm=DiLoCo(inner_steps=500, outer=Nesterov(lr=0.7, momentum=0.9), weighting="examples"),
         optimizer=AdamW(lr=Cosine(lr=4e-4, warmup=1_000, floor=0.0), betas=(0.9, 0.95), weight_decay=0.1),
-        train=Train(
-            steps=64_000, batch_size=512, micro_batches=16, warm_start_steps=24_000, device="auto", precision="bf16", compile=True
-        ),
+        train=Train(steps=64_000, batch_size=512, micro_batches=16, warm_start_steps=24_000, device="auto"),
         cluster=Cluster(islands=8, step_time_s=(1.0,)),
         keep=Keep(evaluate_every=500, save_every=500),
     )

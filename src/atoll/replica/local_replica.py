@@ -101,6 +101,8 @@ class LocalReplica:
             autocast=autocast,
         )
         self._round_start = round_start
+        self._pieces: tuple[tuple[int, int, int] | None, list[Any]] = None, []
+        """The shard, the position and the number of pieces of the batch that was read last, and its pieces, while some are left."""
         self._random = torch.Generator().manual_seed(seed).get_state()
 
     def load(self, params: Tree) -> None:
@@ -220,11 +222,21 @@ class LocalReplica:
         if at is not None:
             self.load(at)
         self._unrounded = None
-        batch = next(self.read_batches(1, replace(work, start=work.start // work.pieces)))
-        if work.pieces > 1:
-            batch = list(split_batch(batch, work.pieces))[work.start % work.pieces]
+        batch = self._read_piece(work)
         tokens = self.batches.tokens(batch)
         return batch, tokens, float(tokens) if weigh == "tokens" else 1.0
+
+    def _read_piece(self, work: Work) -> Any:
+        """The batch that `work` begins with, or a piece of one. Pieces that are asked for one after the other are read at once."""
+        position, piece = divmod(work.start, work.pieces)
+        key = (work.shard, position, work.pieces)
+        if self._pieces[0] != key:
+            batch = next(self.read_batches(1, replace(work, start=position)))
+            self._pieces = key, list(split_batch(batch, work.pieces))
+        found = self._pieces[1][piece]
+        if piece == work.pieces - 1:
+            self._pieces = None, []
+        return found
 
     def finish_gradient(self, work: Work, total: Tree, weight: float, tokens: int, onto: Gradient | None) -> Gradient:
         """The accumulated gradients with their weight and tokens."""
@@ -337,18 +349,19 @@ def torch_optimizer(rule: InnerRule, matrices: Sequence[nn.Parameter], rest: Seq
 
 @dataclass(frozen=True, eq=False)
 class TrainJob:
-    """Steps of one replica."""
+    """Steps of one replica, except for the first `after`, which were taken already."""
 
     replica: LocalReplica
     steps: int
     work: Work
+    after: int = 0
 
     @property
     def batches(self) -> float:
         return self.steps
 
     def __call__(self) -> tuple[None, ComputeResult]:
-        return None, self.replica.train(self.steps, self.work)
+        return None, self.replica.train(self.steps, self.work, self.after)
 
     def first_batch(self) -> Any:
         return next(self.replica.read_batches(1, self.work))

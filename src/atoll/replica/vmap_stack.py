@@ -9,9 +9,10 @@ batch, and their results are discarded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from atoll.core.flat_tree import Tree
+from atoll.core.flat_tree import Tree, empty
 from atoll.core.protocols import Gradient
 from atoll.replica.flat_parameters import FlatModule
 from atoll.replica.forward_backward import Loss, batch_tensors, map_tensors, to_device
@@ -94,18 +95,21 @@ class VmapStack:
         """Frees the memory of CUDA graphs. The stack computes nothing afterwards."""
         self._pass = _closed
 
-    def train(self, trainings: Sequence[TrainJob]) -> list[ComputeResult]:
-        """Trains each replica. Replicas may take different numbers of steps. Raises RaggedBatches if batches differ in shape."""
+    def train(self, trainings: Sequence[TrainJob], least: int = 1) -> list[ComputeResult]:
+        """Trains each replica, each its own number of steps. The stack ends when fewer than `least` replicas have steps left, since
+        rows without an island take as long as the others. Raises RaggedBatches if batches differ in shape."""
         rows = self._rows[: len(trainings)]
         for row, training in zip(rows, trainings, strict=True):
-            row.enter(training.replica)
-        readers = [training.replica.read_batches(training.steps, training.work) for training in trainings]
+            row.enter(training)
+        readers = [_rest(training) for training in trainings]
         tokens, losses, shapes = [0] * len(trainings), list[Tensor](), set[object]()
         optimizers: dict[tuple[int, ...], torch.optim.Optimizer] = {}
-        for step in range(max(training.steps for training in trainings)):
+        for step in range(max(training.steps - training.after for training in trainings)):
             if any(training.replica.cancelled() for training in trainings):
                 raise CancelledError("the engine no longer needs these steps")
-            active = [number for number, training in enumerate(trainings) if step < training.steps]
+            active = [number for number, training in enumerate(trainings) if step < training.steps - training.after]
+            if len(active) < least:
+                break
             batches = {number: next(readers[number]) for number in active}
             shapes = {*shapes, *map(_shapes, batches.values())}
             if len(shapes) > 1:
@@ -113,7 +117,7 @@ class VmapStack:
                 raise RaggedBatches(shapes, _results(trainings, losses, tokens))
             losses.append(self._backward(batches))
             self._clip()
-            rates = {number: trainings[number].replica.learning_rate(step, trainings[number].work) for number in active}
+            rates = {number: _rate(trainings[number], step) for number in active}
             self._step(rates, optimizers)
             for number in active:
                 trainings[number].replica.steps_taken += 1
@@ -147,22 +151,36 @@ class VmapStack:
         """The gradient of each replica. Raises RaggedBatches if batches differ in shape."""
         read = [ask.replica.prepare_gradient(ask.work, ask.weigh, ask.at) for ask in asked]
         rows = self._rows[: len(asked)]
-        for row, ask in zip(rows, asked, strict=True):
-            row.load(ask.replica)
+        torch._foreach_copy_([row.params for row in rows], [_flat_weights(ask.replica) for ask in asked])
         batches = {number: batch for number, (batch, _, _) in enumerate(read)}
         if len(shapes := {*map(_shapes, batches.values())}) > 1:
             raise RaggedBatches(shapes)
         losses = self._backward(batches, [weight for _, _, weight in read]).tolist()
-        answers = []
-        for row, ask, (_, tokens, weight), loss in zip(rows, asked, read, losses, strict=False):
+        for number, (_, _, weight) in enumerate(read):
             if not weight:  # the mean loss of a batch without tokens need not be a number
-                row.grads.zero_()
-                loss = 0.0
-            mine = Tree(self._layout, row.grads)
-            total = mine.copy() if ask.onto is None else ask.onto.sum.claim().add_(mine)
+                rows[number].grads.zero_()
+                losses[number] = 0.0
+        answers, totals = [], self._totals(rows, asked)
+        for total, ask, (_, tokens, weight), loss in zip(totals, asked, read, losses, strict=False):
             gradient = ask.replica.finish_gradient(ask.work, total, weight, tokens, ask.onto)
             answers.append((gradient, ComputeResult([float(loss)], tokens, moved=False)))
         return answers
+
+    def _totals(self, rows: Sequence[_StackRow], asked: Sequence[GradientJob]) -> list[Tree]:
+        """The gradients of these rows, added to those that are given. One kernel copies all of them, and one adds all of them."""
+        totals, copied, added = list[Tree](), list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        for row, ask in zip(rows, asked, strict=True):
+            if ask.onto is None:
+                totals.append(Tree(self._layout, empty(self._layout.numel, row.grads.dtype, row.grads.device)))
+                copied.append((totals[-1].flat, row.grads))
+            else:
+                totals.append(ask.onto.sum.claim())
+                added.append((totals[-1].flat, row.grads))
+        if copied:
+            torch._foreach_copy_([into for into, _ in copied], [grads for _, grads in copied])
+        if added:
+            torch._foreach_add_([onto for onto, _ in added], [grads for _, grads in added])
+        return totals
 
     def dry_run(self, batches: Sequence[Any]) -> None:
         """A forward and backward pass whose gradients are discarded."""
@@ -205,8 +223,20 @@ def _results(trainings: Sequence[TrainJob], losses: Sequence[Tensor], tokens: Se
     """The results of the steps taken so far. The host waits for the device once."""
     table: list[list[float]] = torch.stack(list(losses)).tolist() if losses else []
     return [
-        ComputeResult([row[number] for row in table[: training.steps]], tokens[number]) for number, training in enumerate(trainings)
+        ComputeResult([row[number] for row in table[: training.steps - training.after]], tokens[number])
+        for number, training in enumerate(trainings)
     ]
+
+
+def _rest(training: TrainJob) -> Iterator[Any]:
+    """The batches of the steps that are left."""
+    work = replace(training.work, start=training.work.start + training.after)
+    return training.replica.read_batches(training.steps - training.after, work)
+
+
+def _rate(training: TrainJob, step: int) -> float:
+    """The learning rate of a step, counted from the first of those that are left."""
+    return training.replica.learning_rate(training.after + step, training.work)
 
 
 def _closed(batches: Any) -> Tensor:
@@ -229,25 +259,28 @@ class _StackRow:
     """One row of the stack: the weights of the island that computes in it. The moments are those of its replica."""
 
     def __init__(self, params: Tensor, grads: Tensor, matrices: int) -> None:
-        self._params, self.grads = params, grads
+        self.params, self.grads = params, grads
         self.parts = [nn.Parameter(part) for part in (params[:matrices], params[matrices:])]
         for part, grad in zip(self.parts, (grads[:matrices], grads[matrices:]), strict=True):
             part.grad = grad
         self.moments: list[dict[str, Any]] = []
 
-    def enter(self, replica: LocalReplica) -> None:
-        """Begins a round of this replica in the row."""
-        replica.begin_round()
+    def enter(self, training: TrainJob) -> None:
+        """Begins a round of this replica in the row, or continues it."""
+        replica = training.replica
+        if not training.after:
+            replica.begin_round()
         replica.stack_row = (self.grads.data_ptr(), self.grads.nbytes)
-        self.load(replica)
+        self.params.copy_(_flat_weights(replica))
         # The same dict objects, so that the replica's own optimizer sees what this one stores.
         self.moments = [replica.optimizer.state[group[0]] if group else {} for group in replica.weights.decay_groups()]
 
-    def load(self, replica: LocalReplica) -> None:
-        self._params.copy_(replica.weights.borrowed().flat)
-
     def leave(self, replica: LocalReplica) -> None:
-        replica.weights.load(Tree(replica.weights.layout, self._params))
+        replica.weights.load(Tree(replica.weights.layout, self.params))
+
+
+def _flat_weights(replica: LocalReplica) -> Tensor:
+    return replica.weights.borrowed().flat
 
 
 def _stackable_attention(device: str) -> AbstractContextManager[None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -57,9 +58,11 @@ class Train:
         warm_start_steps: steps that one island trains before the clock starts; 0 starts from scratch.
         warm_start_lr: its learning rate, after a warm-up; none: the peak of the run's schedule.
         device: cpu, cuda, or auto for cuda where there is one.
-        precision: fp32; bf16 for a forward pass in bfloat16 (on CUDA); or all-bf16 for bfloat16 weights, gradients and activations
-            with master weights and moments in fp32.
-        compile: pass the loss through torch.compile.
+        precision: auto; bf16 for a forward pass in bfloat16 (on CUDA); fp32, whose matrix products are TF32 on CUDA; fp32-strict,
+            whose products are not; or all-bf16 for bfloat16 weights, gradients and activations with master weights and moments in
+            fp32. auto is bf16 on a CUDA device that has it, else fp32.
+        compile: whether the loss passes through torch.compile, and stacked passes are recorded as CUDA graphs. auto does so on CUDA
+            if the run is long enough to gain from it.
         together: the simulated islands of one GPU compute `stacked` in one pass, one after the other (`apart`), or in the way that
             is measured to be faster (`auto`). On a CPU `auto` computes each island in a thread of its own.
         fresh_optimizer: reset the inner optimizer at the start of every round.
@@ -73,8 +76,8 @@ class Train:
     warm_start_steps: int = 0
     warm_start_lr: float | None = None
     device: Literal["auto", "cpu", "cuda"] = "cpu"
-    precision: Literal["fp32", "bf16", "all-bf16"] = "fp32"
-    compile: bool = False
+    precision: Literal["auto", "fp32", "fp32-strict", "bf16", "all-bf16"] = "auto"
+    compile: Literal["auto"] | bool = "auto"
     together: Literal["auto", "stacked", "apart"] = "auto"
     fresh_optimizer: bool = False
     peak_first: bool = False
@@ -173,8 +176,8 @@ class Run:
 
     @property
     def resolved(self) -> Run:
-        """The run with defaults filled in: lengths of schedules, the algorithm's optimizer and clipping, and the tokenizer of a
-        pretrained model."""
+        """The run with defaults filled in: lengths of schedules, the algorithm's optimizer and clipping, the tokenizer of a
+        pretrained model, and the precision and compilation that this machine's device has."""
         with _schedule_errors(
             "optimizer", f"train.steps * islands / shards = {self.schedule_steps}" if self._asynchronous else "train.steps"
         ):
@@ -187,7 +190,8 @@ class Run:
         data = self.data
         if isinstance(self.model, Pretrained) and isinstance(data, Instructions) and data.tokenizer is None:
             data = replace(data, tokenizer=self.model.path)
-        return replace(self, data=data, optimizer=optimizer, algorithm=algorithm, inside=inside)
+        train = choose_computing(self, here(self))[0]
+        return replace(self, data=data, optimizer=optimizer, algorithm=algorithm, inside=inside, train=train)
 
     def _with_defaults(self, algorithm: Any, name: str, optimizer: InnerRule, rounds: int) -> Any:
         """The algorithm with the run's optimizer and clipping where it has none, its clock, and schedules of `rounds` rounds."""
@@ -235,13 +239,101 @@ def dtype_of(run: Run) -> torch.dtype | None:
     return torch.bfloat16 if run.train.precision == "all-bf16" else None
 
 
-def precision_notice(run: Run) -> str | None:
-    """A line for the log if this machine computes in fp32 although bf16 was asked for; else none."""
-    if run.train.precision != "bf16" or device_of(run) != "cpu" or isinstance(run.inside, FSDP):  # FSDP2 casts on a CPU too
-        return None
-    return (
-        f"train.precision=bf16: ignored, since train.device={run.train.device} finds no CUDA device here. The run computes in fp32."
+class ComputeDevice(NamedTuple):
+    """What `auto` depends on."""
+
+    capability: tuple[int, int] | None  # the CUDA compute capability; None on a CPU
+    compiles: bool  # whether torch.compile finds Triton, which generates its CUDA kernels
+
+
+def here(run: Run) -> ComputeDevice:
+    """The device that this machine has for the run. A missing device is refused elsewhere: `device_of`."""
+    asked = "auto" in (run.train.precision, run.train.compile) or run.train.precision == "bf16"
+    if not asked or run.train.device == "cpu" or not torch.cuda.is_available():
+        return ComputeDevice(None, compiles=False)
+    return ComputeDevice(torch.cuda.get_device_capability(), compiles=find_spec("triton") is not None)
+
+
+BF16_CAPABILITY = (8, 0)
+"""Of the first CUDA devices with products in bfloat16 (Ampere)."""
+COMPILE_S = 40.0
+"""Seconds until the first step of a compiled shape (docs/log.md, 2026-11-16: decoders of 13 M parameters on an H200)."""
+SAVED_S_PER_LAYER = 0.0086 / 6
+"""Seconds that recorded passes save per step and layer. A loop that launches each kernel takes 10.2 ms per step of the preset m20,
+which has 6 layers, and recorded passes take 1.6 ms (benchmarks/records/2026-11-16_gpu, m20 2 x 256: 50.3 k and 328 k tokens/s)."""
+
+
+def compiling_pays(steps: int, layers: int) -> bool:
+    """Whether this number of steps of one process saves more time than compiling takes.
+
+    >>> compiling_pays(steps=1_000 + 3_000 * 4, layers=6), compiling_pays(steps=225 + 900 * 4, layers=2)
+    (True, False)
+    """
+    return steps * layers * SAVED_S_PER_LAYER > COMPILE_S
+
+
+def choose_computing(
+    run: Run, device: ComputeDevice, *, islands: int | None = None, own_workload: bool = False
+) -> tuple[Train, str | None]:
+    """How the run computes on this device: its `train` without `auto`, and a line for the log if there was something to choose on a
+    CUDA device, or if bf16 was asked for and there is none.
+
+    Args:
+        islands: that one process computes; None: all of them, as in the simulator.
+        own_workload: the user gives the model and the data.
+    """
+    train = run.train
+    if device.capability is None:
+        ignored = train.precision == "bf16" and train.device == "auto" and not isinstance(run.inside, FSDP)  # FSDP2 casts on a CPU
+        line = "train.precision=bf16: ignored, since train.device=auto finds no CUDA device here. The run computes in fp32."
+        precision = "fp32" if ignored or train.precision == "auto" else train.precision
+        return replace(train, precision=precision, compile=train.compile is True), line if ignored else None
+    reasons = []
+    if train.precision == "auto":
+        has_bf16 = device.capability >= BF16_CAPABILITY
+        train = replace(train, precision="bf16" if has_bf16 else "fp32")
+        reasons.append(f"this device has {'' if has_bf16 else 'no '}bf16")
+    if train.compile == "auto":
+        count = run.effective_cluster.islands * run.effective_cluster.devices_per_island if islands is None else islands
+        why_not = _why_not_compiled(run, train.warm_start_steps + train.steps * count, device, own_workload)
+        train = replace(train, compile=not why_not)
+        reasons.append(why_not or "the run is long")
+    if not reasons:
+        return train, None
+    compiled = "compiled" if train.compile else "not compiled"
+    return train, (
+        f"precision {train.precision}, {compiled}: {' and '.join(reasons)}; set train.precision / train.compile to change it"
     )
+
+
+def _why_not_compiled(run: Run, steps: int, device: ComputeDevice, own_workload: bool) -> str:
+    """Why `compile=auto` does not compile; empty if it does."""
+    if not device.compiles:
+        return "torch.compile finds no Triton"
+    if own_workload:
+        return "the workload is the user's own"
+    if not isinstance(run.model, GPT):
+        # Of instructions every batch length would be compiled anew, and a perceptron has little to compile.
+        return f"the model is a {type(run.model).__name__}"
+    return "" if compiling_pays(steps, run.model.layers) else "the run is too short to gain from compiling"
+
+
+def check_recorded_precision(run: Run, device: ComputeDevice) -> None:
+    """Refuse to resume a run in another precision than it began with."""
+    if run.train.precision == "bf16" and device.capability is None and not isinstance(run.inside, FSDP):
+        raise ConfigError(
+            "this run computes in bf16, and torch sees no CUDA device here. Resume it on a machine that has one, or start a new "
+            "run with train.precision=fp32."
+        )
+
+
+def as_recorded(given: Run, recorded: Run) -> Run:
+    """The given Run with the recorded precision and compilation where it leaves them to the device."""
+    train, own = given.train, recorded.train
+    left_open = train.precision == "auto" or (train.precision == "bf16" and train.device == "auto" and own.precision == "fp32")
+    precision = own.precision if left_open else train.precision
+    compiled = own.compile if train.compile == "auto" else train.compile
+    return replace(given, train=replace(train, precision=precision, compile=compiled))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from atoll.runs.run_settings import Keep, Train
         (lambda: Train(steps=1, batch_size=True), r"batch_size=True is not a whole number"),
         (lambda: Train(steps="40", batch_size=1), r"steps='40' is text, not a whole number. Leave out the quotation marks"),
         (lambda: Train(steps=None, batch_size=1), r"steps=None is not a whole number. Give one"),
-        (lambda: Train(steps=1, batch_size=1, compile="no"), r"compile='no' is not True or False"),
+        (lambda: Train(steps=1, batch_size=1, compile="no"), r"compile='no'"),
         (lambda: Keep(tensorboard=1), r"tensorboard=1 is not True or False"),
         (lambda: DiLoCo(inner_steps="5"), r"inner_steps='5' is text, not a whole number"),
         (lambda: DiLoCo(inner_steps=5, weighting=1), r"weighting=1 is not one of 'uniform', 'examples'. Give one"),

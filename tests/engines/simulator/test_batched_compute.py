@@ -17,7 +17,7 @@ from atoll.engines import run_lifecycle
 from atoll.engines.simulator.batched_compute import BatchedCompute
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
-from atoll.replica.local_replica import GradientJob, LocalReplica, TrainJob
+from atoll.replica.local_replica import GradientJob, LocalReplica, RoundStart, TrainJob
 from atoll.replica.vmap_stack import VmapStack
 from atoll.runs.run_settings import candidates
 from atoll.telemetry.event_log import read_events
@@ -138,7 +138,7 @@ def test_measuring_leaves_no_trace():
 
 @pytest.mark.parametrize(
     ("one_s", "all_s", "how", "min_jobs"),
-    [(0.01, 0.015, "stacked", 2), (0.01, 0.025, "stacked", 3), (0.01, 0.04, "apart", 4), (1.0, 0.1, "apart", 2)],
+    [(0.01, 0.015, "stacked", 2), (0.01, 0.025, "stacked", 3), (0.01, 0.04, "apart", 3), (1.0, 0.1, "apart", 2)],
 )
 def test_auto_chooses_the_faster_way(one_s, all_s, how, min_jobs, monkeypatch):
     workload, made = replicas(3)
@@ -153,6 +153,29 @@ def test_auto_chooses_the_faster_way(one_s, all_s, how, min_jobs, monkeypatch):
     assert together._min_jobs == min_jobs
     assert [news[0] for news in decisions] == [how]
     assert [len(trained.losses) for _, trained in answers] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("round_start", [RoundStart(), RoundStart(fresh_optimizer=True, peak_first=True)], ids=["kept", "fresh"])
+@pytest.mark.parametrize(("all_s", "stacked"), [(0.015, 3), (0.025, 2)])
+def test_steps_that_too_few_islands_have_left_are_not_stacked(all_s, stacked, round_start, monkeypatch):
+    """Rounds of 5, 3 and 2 steps. All rows of a stack are computed, so with fewer islands than pay the rest is computed apart."""
+    (workload, alone), (_, together) = replicas(3, round_start=round_start), replicas(3, round_start=round_start)
+    times, passes = iter([0.01, all_s]), []
+    monkeypatch.setattr("atoll.engines.simulator.batched_compute._seconds", lambda compute, device: next(times))
+    batched = BatchedCompute("auto", 3, workload.loss, compiled=False, on_decision=print)
+    backward = VmapStack._backward
+    monkeypatch.setattr(VmapStack, "_backward", lambda stack, batches: passes.append(len(batches)) or backward(stack, batches))
+    for start in (0, 7):  # twice: moments are carried over, or reset
+        works = [Work(shard=0, start=start + number, schedule=start, examples=1) for number in range(3)]
+        expected = [replica.train(steps, work) for replica, steps, work in zip(alone, (5, 3, 2), works, strict=True)]
+        jobs = [TrainJob(replica, steps, work) for replica, steps, work in zip(together, (5, 3, 2), works, strict=True)]
+        for one, (_, two) in zip(expected, batched(jobs), strict=True):
+            assert two.losses == pytest.approx(one.losses, rel=1e-4)
+            assert two.tokens == one.tokens
+    assert len(passes) == 2 * stacked
+    assert [replica.steps_taken for replica in together] == [10, 6, 4]
+    for one, two in zip(alone, together, strict=True):
+        assert torch.allclose(one.params().flat, two.params().flat, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize(

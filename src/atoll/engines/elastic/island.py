@@ -35,7 +35,7 @@ from atoll.engines.elastic.snapshot_server import (
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.run_lifecycle import RunResults, RunTask
-from atoll.engines.training_setup import loss_of, replica_of
+from atoll.engines.training_setup import loss_of, matrix_products, replica_of
 from atoll.engines.warm_start_training import RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder
@@ -142,9 +142,10 @@ class IslandProcess:
         try:
             if self._leader_log is not None and self._leader_log.is_finished:
                 raise RunAlreadyFinished
-            self._join()
-            self._train()
-            self._finish()
+            with matrix_products(self._run):
+                self._join()
+                self._train()
+                self._finish()
         except RunAlreadyFinished:
             self._log(f"{self._name} has nothing to do: the run is finished")
         if self._leader_log is not None:

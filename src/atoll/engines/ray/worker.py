@@ -28,7 +28,7 @@ from atoll.engines.ray.client import HubClient
 from atoll.engines.ray.spec import Ray, further_devices
 from atoll.engines.round_record import WallClock
 from atoll.engines.timed_replica import ProcessReplica, run_worker_round
-from atoll.engines.training_setup import loss_of, replica_of
+from atoll.engines.training_setup import loss_of, matrix_products, replica_of
 from atoll.engines.warm_start_training import RunPreparation
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import LocalReplica
@@ -91,7 +91,8 @@ class WorkerProcess:
     def work(self) -> int:
         """Works until the run is over. Returns the number of its rounds."""
         try:
-            return self._work()
+            with matrix_products(self._run):
+                return self._work()
         except Exception:
             self._log(traceback.format_exc())
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -80,15 +81,19 @@ class BatchedCompute:
         if not self._decided:
             self._decide(jobs)
         if self._all is not None and len(jobs) >= self._min_jobs:
-            return self._in(self._all, jobs)
-        return [answer for job in jobs for answer in ([job()] if self._one is None else self._in(self._one, [job]))]
+            return self._in(self._all, jobs, self._min_jobs)
+        return [self._alone(job) for job in jobs]
 
-    def _in(self, stack: VmapStack, jobs: Sequence[ComputeJob]) -> Sequence[tuple[Any, Any]]:
-        """Computes jobs of one kind in a stack. If their batches differ in shape, these jobs and all later ones run apart."""
+    def _alone(self, job: ComputeJob) -> tuple[Any, Any]:
+        return job() if self._one is None else self._in(self._one, [job])[0]
+
+    def _in(self, stack: VmapStack, jobs: Sequence[ComputeJob], least: int = 1) -> Sequence[tuple[Any, Any]]:
+        """Computes jobs of one kind in a stack. Islands that train longer than the others take the steps that fewer than `least`
+        have left one after the other. If batches differ in shape, these jobs and all later ones run apart."""
         trainings = [job for job in jobs if isinstance(job, TrainJob)]
         try:
             if trainings:
-                return [(None, trained) for trained in stack.train(trainings)]
+                return [(None, self._rest(job, taken)) for job, taken in zip(trainings, stack.train(trainings, least), strict=True)]
             return stack.gradients([job for job in jobs if isinstance(job, GradientJob)])
         except RaggedBatches as ragged:
             if self._requested == "stacked":
@@ -97,7 +102,15 @@ class BatchedCompute:
             self.how, self._why, self._unreported = "apart", str(ragged), True
             if not trainings:
                 return [job() for job in jobs]
-            return [(None, _rest(job, before)) for job, before in zip(trainings, ragged.results, strict=True)]
+            return [(None, self._rest(job, before)) for job, before in zip(trainings, ragged.results, strict=True)]
+
+    def _rest(self, job: TrainJob, taken: ComputeResult) -> ComputeResult:
+        """Takes the steps of a job that are left after those `taken`."""
+        after = job.after + len(taken.losses)
+        if after == job.steps:
+            return taken
+        rest: ComputeResult = self._alone(replace(job, after=after))[1]
+        return ComputeResult([*taken.losses, *rest.losses], taken.tokens + rest.tokens)
 
     def _decide(self, jobs: Sequence[ComputeJob]) -> None:
         self._decided, self._unreported = True, self._restored is None  # the log has a restored decision already
@@ -113,6 +126,9 @@ class BatchedCompute:
             self._one, self._all = self._stack(replica, 1), self._stack(replica, self._rows) if self._rows > 1 else None
             if not replica.device.startswith("cuda"):
                 self._min_jobs = 1  # so that the number of jobs, which depends on where a run was resumed, changes no bits
+            elif self._one is not None and self._all is not None:
+                one_s, all_s = self._pass_s(self._one, jobs[0]), self._pass_s(self._all, jobs[0])
+                self._min_jobs = fewest_jobs(one_s, all_s, self._rows)
         else:
             self.how, self._why = "apart", refused
             if not refused:
@@ -132,11 +148,15 @@ class BatchedCompute:
         self._why = "one island computes at a time"
         self._one, one_s = self._try_stack(replica, batch, 1, apart_s)
         self._all, all_s = self._try_stack(replica, batch, self._rows, self._rows * one_s) if self._rows > 1 else (None, 0.0)
-        self._min_jobs = max(2, int(all_s / one_s) + 1)
+        self._min_jobs = fewest_jobs(one_s, all_s, self._rows)
         if self._all is not None:
             self.how = "stacked"
         elif self._one is not None:
             self._why += "; passes of one island are CUDA graphs"
+
+    def _pass_s(self, stack: VmapStack, job: ComputeJob) -> float:
+        batch = job.first_batch()
+        return _seconds(lambda: stack.dry_run([batch] * len(stack)), job.replica.device)
 
     def _try_stack(self, replica: LocalReplica, batch: Any, rows: int, otherwise_s: float) -> tuple[VmapStack | None, float]:
         """A stack and the seconds of its pass, if that is faster than `otherwise_s`."""
@@ -157,12 +177,14 @@ class BatchedCompute:
         return None, otherwise_s
 
 
-def _rest(job: TrainJob, taken: ComputeResult) -> ComputeResult:
-    """Takes the steps of a job that are left after those `taken`."""
-    if len(taken.losses) == job.steps:
-        return taken
-    rest = job.replica.train(job.steps, job.work, after=len(taken.losses))
-    return ComputeResult([*taken.losses, *rest.losses], taken.tokens + rest.tokens)
+def fewest_jobs(one_s: float, all_s: float, rows: int) -> int:
+    """The fewest jobs that a stack computes sooner than a pass for each. A pass of one island takes `one_s`, and one of all rows
+    `all_s`, whether the rows have a job or not. As many jobs as there are rows are always stacked.
+
+    >>> fewest_jobs(1.0, 2.5, rows=4), fewest_jobs(1.0, 4.2, rows=4), fewest_jobs(1.0, 0.8, rows=4)
+    (3, 4, 2)
+    """
+    return min(max(2, rows), max(2, int(all_s / one_s) + 1))
 
 
 def _seconds(compute: Callable[[], object], device: str) -> float:

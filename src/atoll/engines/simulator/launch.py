@@ -80,6 +80,6 @@ def _batched_compute_of(run: Run, workload: Workload, sink: Sink) -> BatchedComp
         run.train.together,
         run.effective_cluster.islands * run.effective_cluster.devices_per_island,
         workload.loss,
-        compiled=run.train.compile,
+        compiled=run.train.compile is True,
         on_decision=lambda how, why: sink.emit(Arranged(how=how, why=why)),
     )

@@ -43,7 +43,7 @@ def virtual_time(run: Run, parameters: int) -> float:
     per_round = 1 if isinstance(run.algorithm, AsyncAlgorithm) else run.algorithm.steps_per_round
     rounds = max(4, _MAX_LOCAL_STEPS // (run.cluster.devices * per_round))
     steps = min(run.train.steps, rounds * per_round)
-    precision = "fp32" if run.train.precision == "bf16" else run.train.precision  # with bf16 the weights are fp32
+    precision = run.train.precision if run.train.precision == "all-bf16" else "fp32"  # of the weights
     train = replace(run.train, steps=steps, device="cpu", compile=False, together="apart", precision=precision)
     keep = replace(run.keep, evaluate_every=steps, save_every=steps)
     timed = replace(run.resolved, cluster=cluster, train=train, keep=keep)

@@ -1,0 +1,364 @@
+"""The speed of every algorithm in the simulator on one GPU, compared with a bare compiled PyTorch loop in the same process.
+
+    python benchmarks/gpu_algorithms.py --text FOLDER         all rows: less than ten minutes of an H200
+    python benchmarks/gpu_algorithms.py --quick               smoke test at small sizes, also on a CPU
+
+FOLDER is what `atoll data prepare` wrote; without it tokens are random. The workload: 6 layers, width 256, 4 heads of 64, tied,
+sequences of 256, 128 of them per island and step, 4 islands. Each row trains through the engine that `atoll run` uses, in turn with
+the bare loop; a turn ends when all islands together have computed its steps. Two further rows compare the defaults
+(precision=auto, compile=auto) with fp32-strict without compiling. Needs an idle device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll import recipes
+from atoll.core.config.overrides import override
+from atoll.core.errors import AtollError, ConfigError
+from atoll.core.events import Arranged, Event, RoundFinished
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import ReadsAhead, Workload
+from atoll.engines.simulator.async_engine import AsyncSimEngine
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.launch import engine_of
+from atoll.engines.training_setup import matrix_products
+from atoll.engines.warm_start_training import RunPreparation
+from atoll.models.gpt import GPT
+from atoll.optim.adam import AdamW
+from atoll.replica.evaluator import Evaluator
+from atoll.runs.run_settings import Run, Train, candidates, choose_computing, here
+from atoll.telemetry.units import human_count
+from gpu_device import free_memory, is_cuda, seconds, synchronize
+from gpu_loops import Subject
+from gpu_plan import Shape
+from progress import CellProgress
+from record import Record, benchmark_parser, bullets, check_texts, holds_text, markdown_table, open_record, script
+from sim_speed import fused_adamw
+
+LEAST_SHARE = 0.95
+"""Required: tokens per second over the bare loop's."""
+RULE, CLIP_NORM = AdamW(lr=1e-3), 1.0
+ASYNC = "AsyncLocalSGD(inner_steps={h},outer=DelayedNesterov(lr=0.7,momentum=0.9,period=4),pace=given,grace_s=0.5)"
+ALGORITHMS = {
+    "DDP": "DDP()",
+    "DiLoCo": "DiLoCo(inner_steps={h})",
+    "ACCO": "ACCO()",
+    "DPU": "DPU(warmup=1)",
+    "WP": "WP(warmup=1)",
+    "ZeRO-1": "ZeRO1()",
+    "asynchronous, Delayed Nesterov and DyLU": ASYNC,
+}
+DEFAULTS, STRICT = "DiLoCo, defaults", "DiLoCo, fp32-strict, not compiled"
+DEFAULT_STEPS, DEFAULT_WARM_START = 3_000, 1_000
+"""The run for which `auto` chooses in the row of the defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The workload, and the length of a measurement."""
+
+    model: str = "layers=6,width=256,heads=4,head_size=64,tied=true"
+    batch_size: int = 128
+    seq_len: int = 256
+    vocab_size: int = 8_192  # of random tokens
+    islands: int = 4
+    turn_steps: int = 50  # of each island, and of DiLoCo's round
+    turns: int = 3
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} {self.batch_size}x{self.seq_len} k={self.islands} turns={self.turns}x{self.turn_steps}"
+
+
+QUICK = Sizes(
+    model="layers=1,width=16,heads=2,head_size=8,tied=true", batch_size=4, seq_len=16, vocab_size=64, turn_steps=4, turns=2
+)
+
+
+class Rows:
+    """The runs of all rows, with their workload.
+
+    Args:
+        text: the folder of a prepared text; None: random tokens.
+        device: where to compute.
+    """
+
+    def __init__(self, sizes: Sizes, text: Path | None, device: str) -> None:
+        self.sizes, self.text, self.device = sizes, text, device
+        preparation = RunPreparation(self._run("DDP()", Train(steps=1, batch_size=sizes.batch_size, device=self._on)).resolved)
+        if text is None:
+            model = preparation.run.model
+            assert isinstance(model, GPT)
+            shape = {"batch_size": sizes.batch_size, "seq_len": sizes.seq_len, "vocab_size": sizes.vocab_size, "bare_steps": 1}
+            self.workload: Workload = Subject(Shape(name="rows", model=model, **shape), device)
+            self.tokens = "random tokens"
+        else:
+            self.workload = preparation.sharded(Tree.of({}))
+            self.tokens = "prepared text"  # text.json in the record says which
+
+    @property
+    def _on(self) -> Any:
+        return "cuda" if is_cuda(self.device) else "cpu"
+
+    def _run(self, algorithm: str, train: Train) -> Run:
+        sizes = self.sizes
+        corpus = "stdlib" if self.text is None else f"prepared:{self.text}"
+        settings = [
+            f"model=GPT({sizes.model})",
+            f"data=Text(corpus='{corpus}',seq_len={sizes.seq_len},eval_batches=1)",
+            f"algorithm={algorithm.format(h=sizes.turn_steps)}",
+            "cluster.step_time_s=very" if "Async" in algorithm else "cluster.step_time_s=[1.0]",
+            f"cluster.islands={sizes.islands}",
+            "cluster.threads_per_island=1",
+        ]
+        recipe = replace(recipes.demo_ddp(), optimizer=RULE, train=replace(train, clip_norm=CLIP_NORM))
+        return override(recipe, settings, candidates)
+
+    def all(self) -> dict[str, Run]:
+        """The run of each row."""
+        sizes, fast = self.sizes, ("bf16", True) if is_cuda(self.device) else ("fp32", False)
+        runs = {name: self.run(algorithm, *fast) for name, algorithm in ALGORITHMS.items()}
+        steps = {"steps": DEFAULT_STEPS, "warm_start_steps": DEFAULT_WARM_START}
+        longer = Train(**steps, batch_size=sizes.batch_size, device=self._on)
+        asked = self._run("DDP()", longer)
+        chosen = choose_computing(asked, here(asked))[0]
+        runs[DEFAULTS] = self.run(ALGORITHMS["DiLoCo"], chosen.precision, chosen.compile is True)
+        runs[STRICT] = self.run(ALGORITHMS["DiLoCo"], "fp32-strict", False)
+        return runs
+
+    def run(self, algorithm: str, precision: Any, compiled: bool) -> Run:
+        # Arrivals of an asynchronous run pass a turn's end by up to a round, so it has more turns than are measured.
+        turns = 1 + self.sizes.turns + (2 if "Async" in algorithm else 0)
+        train = Train(
+            steps=turns * self.sizes.turn_steps,
+            batch_size=self.sizes.batch_size,
+            device=self._on,
+            precision=precision,
+            compile=compiled,
+        )
+        return self._run(algorithm, train).resolved
+
+    def key(self, name: str, run: Run) -> str:
+        return f"{name} | {self.sizes.label} | {self.tokens} | {run.train.precision} compile={run.train.compile}"
+
+
+class BareLoop:
+    """A loop without a framework on the workload's first shard: its batches, autocast, clipping, fused AdamW."""
+
+    def __init__(self, workload: Workload, device: str) -> None:
+        self._workload, self._device, self._on_gpu = workload, device, is_cuda(device)
+        self._module = workload.module().to(device)
+        self._optimizer = fused_adamw(self._module, RULE)
+        self._loss: Callable[[nn.Module, Any], Tensor] = workload.loss
+        if self._on_gpu:
+            self._loss = torch.compile(workload.loss, dynamic=False)
+        self._position = 0
+
+    def steps(self, number: int) -> None:
+        for batch in self._batches(number):
+            with torch.autocast("cuda", torch.bfloat16, enabled=self._on_gpu):
+                loss = self._loss(self._module, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self._module.parameters(), CLIP_NORM, foreach=self._on_gpu)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        self._position += number
+
+    def _batches(self, number: int) -> Iterator[Any]:
+        batches = self._workload.batches
+        if self._on_gpu and isinstance(batches, ReadsAhead):
+            return batches.ahead(0, self._position, number, self._device)
+        return (batches.batch(0, self._position + step) for step in range(number))
+
+    def turn_s(self, number: int) -> float:
+        """Seconds per step of a turn."""
+        return seconds(self._device, lambda: self.steps(number)) / number
+
+
+class TurnTimer:
+    """A sink that times turns of an engine. Between two turns, and before the first, it runs one of the bare loop."""
+
+    def __init__(self, sizes: Sizes, device: str, bare: BareLoop) -> None:
+        self._sizes, self._device, self._bare = sizes, device, bare
+        self.engine: SimEngine | AsyncSimEngine | None = None
+        self._start_s, self._steps_at_start = 0.0, -1
+        self.found: dict[str, Any] = {"step_s": [], "bare_step_s": [], "arranged": ""}
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Arranged):
+            self.found["arranged"] = f"{event.how}: {event.why}"
+        if isinstance(event, RoundFinished) and len(self.found["step_s"]) < self._sizes.turns:
+            self._end_round()
+
+    def _computed(self) -> int:
+        """Steps that all islands have computed, also those of rounds that have not arrived."""
+        engine = self.engine
+        assert engine is not None
+        members: Any = engine.workers.values() if isinstance(engine, AsyncSimEngine) else engine.islands.values()
+        return sum(member.replica.steps_taken for member in members)
+
+    def _end_round(self) -> None:
+        steps, turn = self._computed(), self._sizes.turn_steps * self._sizes.islands
+        if steps < turn or (self._steps_at_start >= 0 and steps < self._steps_at_start + turn):
+            return  # the warm-up, or this turn, goes on
+        synchronize(self._device)
+        if self._steps_at_start >= 0:
+            self.found["step_s"].append((time.perf_counter() - self._start_s) / (steps - self._steps_at_start))
+        if len(self.found["step_s"]) < self._sizes.turns:
+            self.found["bare_step_s"].append(self._bare.turn_s(self._sizes.turn_steps))
+            self._start_s, self._steps_at_start = time.perf_counter(), steps
+
+
+def measure(run: Run, workload: Workload, sizes: Sizes, device: str, bare: BareLoop) -> dict[str, Any]:
+    """Seconds per island and step of each turn, and of the bare loop's turns before them."""
+    timer = TurnTimer(sizes, device, bare)
+    params = Tree.of(workload.module().to(device))
+    with matrix_products(run):
+        engine = engine_of(run, workload, params, Evaluator(workload, device), timer, saves=False)
+        timer.engine = engine
+        if isinstance(engine, SimEngine):
+            engine._count_memory = False  # it counts the first rounds, which are most of these few
+        for _ in engine.train():
+            pass
+    timer.found["bare_step_s"] = timer.found["bare_step_s"][: len(timer.found["step_s"])]
+    return timer.found
+
+
+# ----------------------------------------------------------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a row."""
+
+    found: dict[str, Any]
+    tokens: int  # of a step of one island
+
+    @property
+    def shares(self) -> list[float]:
+        """Tokens per second over the bare loop's, turn by turn."""
+        return [bare / own for bare, own in zip(self.found["bare_step_s"], self.found["step_s"], strict=True)]
+
+    @property
+    def share(self) -> float:
+        return median(self.shares)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / median(self.found["step_s"])
+
+    @property
+    def verdict(self) -> str:
+        if min(self.shares) < LEAST_SHARE <= max(self.shares):
+            return "**within the spread**"
+        return holds_text(min(self.shares) >= LEAST_SHARE)
+
+
+def sections(rows: Rows, figures: dict[str, Figures], device: str, missing: Sequence[str]) -> list[str]:
+    lines = [
+        f"{one.verdict}: {name} trains {one.share:.3f} ({min(one.shares):.3f} to {max(one.shares):.3f}) of the bare loop's tokens "
+        f"per second (required: {LEAST_SHARE})."
+        for name, one in figures.items()
+        if name in ALGORITHMS
+    ]
+    if DEFAULTS in figures and STRICT in figures:
+        fast, strict = figures[DEFAULTS], figures[STRICT]
+        settings = f"precision={fast.found['precision']}, compile={str(fast.found['compile']).lower()} here"
+        lines.append(f"The defaults ({settings}) train {fast.tokens_per_s / strict.tokens_per_s:.2f} times as fast as fp32-strict.")
+    table = [
+        [
+            name,
+            human_count(one.tokens_per_s),
+            human_count(one.tokens / median(one.found["bare_step_s"])),
+            f"{one.share:.3f}",
+            f"{min(one.shares):.3f} to {max(one.shares):.3f}",
+            one.found["arranged"] or "-",
+        ]
+        for name, one in figures.items()
+    ]
+    note = (
+        f"On {device}, {rows.tokens}; {rows.sizes.label}. Medians of turns after a warm-up of one turn, which compiles; shares "
+        f"turn by turn. Bare loop: one model, fused AdamW, clipping and, on a GPU, a compiled loss in bfloat16."
+    )
+    left = [f"Not measured yet: {', '.join(missing)}."] if missing else []
+    headings = ["", "tokens/s", "bare loop's", "share", "range", "how islands compute"]
+    outcome = bullets(lines) or "No row has been measured yet."
+    return [f"## Outcome\n\n{outcome}", f"## Figures\n\n{note}\n\n{markdown_table(headings, table)}", *left]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- command
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not options.quick and not is_cuda(device):
+        raise ConfigError(f"--device {device}: this script measures a GPU, and torch sees none here. Use one, or --quick on a CPU.")
+    torch.set_num_threads(1)
+    record, failed = open_record(options, "gpu_algorithms"), list[str]()
+    if options.text is not None:
+        check_texts(record, {"text": options.text})
+    rows = Rows(QUICK if options.quick else Sizes(), options.text, device)
+    runs = rows.all()
+    keys = {name: rows.key(name, run) for name, run in runs.items()}
+    until_s = time.monotonic() + 60 * options.minutes
+    missing = [name for name in runs if record.get(keys[name]) is None]
+    with CellProgress("gpu_algorithms", len(missing), quiet=options.quiet) as progress:
+        bare: BareLoop | None = None
+        for name in missing:
+            if time.monotonic() >= until_s:
+                progress.log("the time is over: the same command continues from here")
+                break
+            progress.begin(name)
+            try:
+                free_memory(device)
+                bare = bare or _warm(BareLoop(rows.workload, device), rows.sizes)
+                found = _add(record, keys[name], runs[name], measure(runs[name], rows.workload, rows.sizes, device, bare))
+                progress.end(f"{name}: {Figures(found, _tokens(rows.sizes)).share:.3f} of the bare loop's tokens per second")
+            except Exception as error:  # other rows may not fail
+                traceback.print_exception(error, file=sys.stderr)
+                failed.append(f"{name} ({type(error).__name__} {str(error).partition(chr(10))[0]})")
+                progress.end(f"{name}: failed")
+    figures = {name: Figures(cell, _tokens(rows.sizes)) for name in runs if (cell := record.get(keys[name])) is not None}
+    where = torch.cuda.get_device_name(device) if is_cuda(device) else "a CPU"
+    left = [name for name in runs if name not in figures]
+    record.publish("Algorithms on one GPU", sections(rows, figures, where, left))
+    if failed:
+        raise AtollError(f"some rows failed, and the record has the others: {'; '.join(failed)}")
+
+
+def _warm(bare: BareLoop, sizes: Sizes) -> BareLoop:
+    bare.turn_s(sizes.turn_steps)
+    return bare
+
+
+def _add(record: Record, key: str, run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    return record.add(key, {**found, "precision": run.train.precision, "compile": run.train.compile})
+
+
+def _tokens(sizes: Sizes) -> int:
+    return sizes.batch_size * sizes.seq_len
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = benchmark_parser(__doc__, "gpu_algorithms", quick=True)
+    parser.add_argument("--text", type=Path, help="the folder of a text that `atoll data prepare` wrote; None: random tokens")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no row after this time")
+    parser.add_argument("--device", help="None: cuda if there is one")
+    return parser
+
+
+if __name__ == "__main__":
+    script(main)
