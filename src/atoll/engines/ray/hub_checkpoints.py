@@ -116,7 +116,7 @@ def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
     lost = rounds_after(folder, after)
     if not same_session:  # the log was truncated at the start of this session, and the spec says what was lost then
         lost = LostRounds(lost.rounds + spec.lost.rounds, lost.local_updates + spec.lost.local_updates)
-    outbox, clock = EventOutbox(JsonlSink(folder.events, append_at=after)), WallClock()
+    outbox, clock = EventOutbox(JsonlSink(folder.events, append_at=after, dated=True)), WallClock()
     state = HubState(spec.run, spec.engine, load_tree(spec.folder / INITIAL_WEIGHTS), spec.examples, epoch=epoch, sink=outbox)
     name = None if saved is None else Checkpoints.name(saved.round)
     if saved is not None:
