@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class AtollError(Exception):
     """The base class. Its message says what was given, what is allowed, and what to do."""
@@ -29,3 +31,12 @@ class ExchangeFailed(AtollError):
 
 class TreeDonated(AtollError):
     """A Tree was read after its buffer had been donated: a bug in the calling code."""
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it followed from, says that a disk is full or a quota is used up."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__
+    return False

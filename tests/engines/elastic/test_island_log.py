@@ -79,9 +79,9 @@ def test_a_run_whose_results_cannot_be_written_is_finished_when_they_can(threade
     live = threaded(toy(1), Elastic(processes=1))
     in_the_way, log = RunFolder(live.folder).timing, live.log
     in_the_way.mkdir()
-    live.log = lambda text: (log(text), text.startswith("not finished, and tried again") and in_the_way.rmdir())
+    live.log = lambda text: (log(text), text.startswith("warning: the run is not finished") and in_the_way.rmdir())
     live.finish(live.start("island-0000"))
-    assert len([text for text in live.logged if text.startswith("not finished")]) == 1
+    assert len([text for text in live.logged if text.startswith("warning: the run is not finished")]) == 1
     assert len(live.events(RunFinished)) == 1
     assert len(live.events(Evaluated)) == 3
 
@@ -91,7 +91,7 @@ def test_an_island_that_returns_after_the_end_does_not_change_the_finished_run(t
     live = threaded(toy(1), Elastic(processes=1))
     late = live.one_island("island-0001")  # frozen since before the beginning
     if wrote:
-        late._leader_log.lease = EventLogLease(RunFolder(live.folder).events, 0)
+        late._leader_log.lease = EventLogLease(RunFolder(live.folder).events, lambda: 0)
     if not awake:
         late.close(wait=False)
     threads = live.start("island-0000")

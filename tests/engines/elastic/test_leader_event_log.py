@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -173,7 +175,7 @@ def test_finishing_is_retried_when_the_lease_is_lost_meanwhile(island, monkeypat
     monkeypatch.setattr(leader_event_log, "_RETRY_S", 0.0)
     one.leader_log.finish(one.engine, None, 60.0)
     assert one.leader_log.is_finished
-    assert [text for text in one.logged if text.startswith("not finished, and tried again: another island")]
+    assert [text for text in one.logged if text.startswith("warning: the run is not finished, and a tries again: another island")]
 
 
 def test_a_commit_that_is_written_before_a_takeover_is_neither_cut_off_nor_written_twice(island):
@@ -183,7 +185,7 @@ def test_a_commit_that_is_written_before_a_takeover_is_neither_cut_off_nor_writt
     other.commit(2, 2)
     other.commit(3, 3)
     assert other.commits == [(1, 1), (2, 2), (3, 3)]
-    assert not [text for text in other.logged if text.startswith("not written")]
+    assert not [text for text in other.logged if "is not in the event log yet" in text]
 
 
 def test_a_leader_that_woke_behind_the_new_one_takes_nothing_from_it(island):
@@ -192,7 +194,7 @@ def test_a_leader_that_woke_behind_the_new_one_takes_nothing_from_it(island):
     commits(other, (1, 1), (2, 2), (3, 3))
     commits(frozen, (2, 2))
     assert other.leader_log.lease.is_held
-    assert frozen.logged[-1].startswith("not written: another island has taken the write lease")
+    assert frozen.logged[-1].startswith("warning: round 2 is not in the event log yet: another island has taken the write lease")
     assert other.commits == [(1, 1), (2, 2), (3, 3)]
 
 
@@ -425,6 +427,26 @@ def test_a_run_whose_log_is_truncated_by_another_program_still_finishes_and_the_
     assert damage.what == "another program has truncated it"
     assert damage.lost_bytes > 0
     assert len(one.events(RunStarted)) == 1
+
+
+def test_a_run_that_ends_on_a_full_disk_finishes_when_there_is_room(small_disk, monkeypatch):
+    monkeypatch.setattr(leader_event_log, "_RETRY_S", 0.01)
+    one = Island(small_disk.path / "run")
+    commits(one, *BEFORE)
+    small_disk.fill()
+    commits(one, (10, 10))  # neither logged nor saved, and not lost
+    failed = "warning: the run is not finished, and a tries again: "
+    thread = threading.Thread(target=one.leader_log.finish, args=(one.engine, None, 0.0))
+    thread.start()
+    while sum(text.startswith(failed) for text in one.logged) < 5:  # beyond its limit of 0 s
+        assert thread.is_alive()
+        time.sleep(0.001)
+    small_disk.free()
+    thread.join(30.0)
+    assert one.leader_log.is_finished
+    assert one.commits == [*BEFORE, (10, 10)]
+    assert len(one.events(RunFinished)) == 1
+    assert [text for text in one.logged if "No space left" in text and str(small_disk.path) in text]
 
 
 def test_a_new_leader_reports_rounds_that_no_island_remembers(island):

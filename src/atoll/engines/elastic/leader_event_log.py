@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from atoll.core import events as ev
-from atoll.core.errors import CheckpointError
+from atoll.core.errors import AtollError, CheckpointError, is_disk_full
 from atoll.core.serialization import replacing
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
@@ -45,6 +45,10 @@ _RETRY_S = 2.0
 _LOCK_LIMIT_S, _LOCK_POLL_S = 2.0, 0.01
 """A process that locks the log for longer is frozen."""
 _COPIED_BYTES = 1 << 20
+
+
+WARNING = "warning: "
+"""How a line of an island's log begins that the supervisor shows on its console."""
 
 
 class RunAlreadyFinished(Exception):
@@ -301,12 +305,12 @@ class LeaderLog:
         except LeaseLost as error:  # the lease stays, as lost: `_up_to_date` takes none from a holder that is ahead
             if committed.opening:
                 raise
-            self._log(f"not written: {error}")
+            self._log(f"{WARNING}round {engine.version.round} is not in the event log yet: {error}")
         except CheckpointError as error:
             if committed.opening:
                 raise
             # The commit is valid whether it is logged or not, and is remembered: the next leader continues where the log ends.
-            self._log(f"not written: {error}")
+            self._log(f"{WARNING}round {engine.version.round} is not in the event log yet: {error}")
             self.release()
 
     def _write(self, engine: ElasticEngine, committed: CommittedRound) -> None:
@@ -459,22 +463,37 @@ class LeaderLog:
         return self.folder.final.exists() and self.folder.finished
 
     def finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None, limit_s: float) -> None:
-        """Write the results of the run, unless another island has. Retry for `limit_s` if the disk is full. `checkpoint` is the one
-        that this island continued from."""
+        """Write the results of the run, unless another island has. Retry for `limit_s`, and while the disk is full without a limit,
+        since this process may hold the only copy of the last state. `checkpoint` is the one that this island continued from."""
 
         def failed(error: Exception) -> None:
-            self._log(f"not finished, and tried again: {error}")
+            self._log(f"{WARNING}the run is not finished, and {engine.name} tries again: {error}")
 
         with log_while_waiting(self._log, "finishing the run, or waiting for another island that does"):
-            retry(lambda: self._finish(engine, checkpoint), CheckpointError, limit_s, _RETRY_S, failed)
+            while True:
+                try:
+                    retry(lambda: self._finish(engine, checkpoint), CheckpointError, limit_s, _RETRY_S, failed)
+                    return
+                except CheckpointError as error:
+                    if not is_disk_full(error):
+                        raise
+                    failed(error)
+                    time.sleep(_RETRY_S)
 
     def _finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
-        with open(self.folder.path / "finish.lock", "w", encoding="utf-8") as lock:
+        path = self.folder.path / "finish.lock"
+        with explained("write", path):
+            lock = open(path, "w", encoding="utf-8")  # noqa: SIM115, closed below
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self.is_finished:
                 return
             try:
                 self._write_results(engine, checkpoint)
+            except AtollError as error:
+                if isinstance(error, CheckpointError) or not is_disk_full(error):
+                    raise
+                raise CheckpointError(str(error)) from error
             finally:
                 self.release()
 

@@ -9,7 +9,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Lock
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import load_tree
 from atoll.engines.checkpoints import Checkpoints
+from atoll.engines.liveness import append_log_line
 from atoll.engines.ray.hub_state import HubState
 from atoll.engines.ray.messages import HubProcessSpec, LostRounds
 from atoll.engines.round_record import WallClock
@@ -35,11 +35,7 @@ _POLL_S = 0.2
 
 def log_line(folder: Path, text: str) -> None:
     """Appends a line to the hub's text log in the run's folder."""
-    path = folder / "logs" / _HUB_LOG
-    with suppress(OSError):  # a full disk does not end the run
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    append_log_line(folder / "logs" / _HUB_LOG, text)
 
 
 def lock_folder(folder: Path, log: Callable[[str], object], timeout_s: float = math.inf) -> int:
