@@ -129,6 +129,7 @@ class JsonlSink(ClosingSink):
         moved = not (self.path.exists() and os.path.samestat(found, self.path.stat()))
         if found.st_size >= self._size and not moved:
             return
+        self._check_repair()
         if moved:
             file = FileIO(self.path, "ab")
             self._file.close()
@@ -139,6 +140,9 @@ class JsonlSink(ClosingSink):
         what = "another program has moved it or replaced it" if moved else "another program has truncated it"
         damage = LogDamaged(what=what, lost_bytes=max(0, lost - kept), unix_time_s=unix_time_s() if self._dated else None)
         self._write(b"".join([*([] if kept else self._beginning), damage.to_json().encode() + b"\n"]))
+
+    def _check_repair(self) -> None:
+        """Raises if this process may not write the log any more."""
 
     def position(self) -> int:
         """The length of the log in bytes, after all of them are on the disk."""

@@ -297,8 +297,12 @@ def test_a_stopped_lighthouse_of_torchft_is_replaced(tmp_path):
     assert logged[0] == "lighthouse does not answer, and is replaced"
 
 
-def test_a_rendezvous_that_never_answers_hangs_after_its_start():
+def test_a_rendezvous_that_never_answered_is_not_taken_for_hung_and_its_successor_is():
     health = RendezvousHealth(f"{HOST}:{free_port(HOST)}", f"{HOST}:1", start_s=0.0)
+    assert not health.hangs
+    health._probe()
+    assert not health.hangs
+    health._reachable = True
     assert health.hangs
     health.close()
 

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -164,16 +164,27 @@ class EventLogLease(JsonlSink):
         self.path = path
 
     def emit(self, event: ev.Event) -> None:
+        with self._locked():
+            super().emit(event)
+
+    def position(self) -> int:
+        with self._locked():
+            return super().position()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         self.check()
-        with explained("write", self.path):
-            if not _lock(self._file):
-                raise CheckpointError(f"a process that does not respond has locked {self.path}.")
+        if not _lock(self._file):
+            raise CheckpointError(f"a process that does not respond has locked {self.path}.")
         try:
             self.check()
-            super().emit(event)
+            yield
         finally:
-            with suppress(OSError, ValueError):  # the sink may have opened another file
+            with suppress(OSError, ValueError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _check_repair(self) -> None:
+        self.check()  # another holder's copy is no damage
 
     @property
     def is_held(self) -> bool:
@@ -188,8 +199,9 @@ class EventLogLease(JsonlSink):
             raise LeaseLost(f"another island has taken the write lease of {self.path}.")
 
     def close(self) -> None:
-        with suppress(CheckpointError):
-            super().close()
+        """Closes the log. What a full disk did not take is not written any more: the next holder writes it."""
+        self._unwritten = b""
+        super().close()
         self._mark.close()
 
 
@@ -218,6 +230,8 @@ def _lock(file: IO[bytes]) -> bool:
         except BlockingIOError:
             if time.monotonic() > deadline_s:
                 return False
+        except OSError:  # a file system without locks: `events.lease` alone protects the log
+            return True
         time.sleep(_LOCK_POLL_S)
 
 

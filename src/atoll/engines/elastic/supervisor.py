@@ -128,7 +128,7 @@ class Child:
         return self.process is not None and self.exit_code is None
 
     def cause_of_death(self) -> str:
-        """Why the process died, in words: the signal or the exit code, and the last error in its log."""
+        """The signal or the exit code, in words."""
         code = self.exit_code or 0
         if code < 0:
             memory = code == -signal.SIGKILL and _killed_for_memory() > self.killed_for_memory
@@ -203,12 +203,13 @@ class RendezvousHealth:
         lighthouse, registry: their addresses, HOST:PORT.
         limit_s: for an answer.
         attempts: requests in a row without an answer, after which the rendezvous hangs.
-        start_s: a new process may take this long until its first answer.
+        start_s: a new process may take this long until its first answer, if a former one answered at all: this process may be on
+            a network that does not reach them.
     """
 
     def __init__(self, lighthouse: str, registry: str, *, limit_s: float = 1.5, attempts: int = 3, start_s: float = 120.0) -> None:
         self._lighthouse, self._registry, self._limit_s = lighthouse, registry, limit_s
-        self._attempts, self._start_s = attempts, start_s
+        self._attempts, self._start_s, self._reachable = attempts, start_s, False
         self.restarted()
         self._thread = Heartbeat(lambda number: self._probe(), interval_s=_PROBE_S)
 
@@ -219,7 +220,7 @@ class RendezvousHealth:
     @property
     def hangs(self) -> bool:
         if not self._answered:
-            return time.monotonic() - self._started_s > self._start_s
+            return self._reachable and time.monotonic() - self._started_s > self._start_s
         return self._failed >= self._attempts
 
     def _probe(self) -> None:
@@ -227,6 +228,7 @@ class RendezvousHealth:
         answers = self._lighthouse_answers() and self._registry_answers()
         if process is self._process:  # else the answer is the former process's
             self._answered, self._failed = self._answered or answers, 0 if answers else self._failed + 1
+            self._reachable = self._reachable or answers
 
     def _lighthouse_answers(self) -> bool:
         host, _, port = self._lighthouse.rpartition(":")
