@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.core.errors import AtollError, ExchangeFailed, is_disk_full
@@ -90,15 +90,15 @@ class Child:
     name: str
     command: Sequence[str]
     log: Path  # of its output
-    process: subprocess.Popen[bytes] | None = None
-    starts: int = 0
-    started_s: float = 0.0  # the last time
-    early_deaths: int = 0  # in a row
-    deaths: int = 0  # in a row, each after a short life
-    restart_s: float | None = None  # when the dead process is restarted
-    killed_for_memory: int = 0  # processes of this machine, when this one was started
-    read_bytes: int = 0  # of its log
-    given_up: str = ""  # the reason why it is not restarted
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    starts: int = field(default=0, init=False)
+    started_s: float = field(default=0.0, init=False)  # the last time
+    early_deaths: int = field(default=0, init=False)  # in a row
+    deaths: int = field(default=0, init=False)  # in a row, each after a short life
+    restart_s: float | None = field(default=None, init=False)  # when the dead process is restarted
+    killed_for_memory: int = field(default=0, init=False)  # processes of this machine, when this one was started
+    read_bytes: int = field(default=0, init=False)  # of its log
+    given_up: str = field(default="", init=False)  # the reason why it is not restarted
 
     def release(self) -> None:
         """Close the pipe to the present process. If it is still alive, it ends."""
