@@ -63,10 +63,10 @@ def test_every_event_is_one_line_of_strict_json_that_names_itself_first(kind):
         line = event.to_json()
         record = json.loads(line, parse_constant=no_constant)
         assert "\n" not in line
-        times = ("virtual_time_s", "wall_time_s")
+        times = ("virtual_time_s", "wall_time_s", "unix_time_s")
         names = [*(f.name for f in fields(kind) if f.name not in times), *times]
         assert list(record) == ["event", *(name for name in names if name in record)]
-        assert {field.name for field in fields(kind)} - set(record) <= {"wall_time_s"}
+        assert {field.name for field in fields(kind)} - set(record) <= {"wall_time_s", "unix_time_s"}
         assert record["event"] == kind.__name__
 
     is_one_line()

@@ -1,8 +1,11 @@
 """Heartbeats in a store, attribution of the first failure, and the timeout of exchanges."""
 
 import shutil
+import subprocess
+import sys
 import threading
-from datetime import timedelta
+import time
+from datetime import datetime, timedelta
 
 import pytest
 from torch.distributed import FileStore, HashStore
@@ -16,8 +19,13 @@ from atoll.engines.liveness import (
     FailureAttribution,
     Heartbeat,
     HeartbeatMonitor,
+    append_log_line,
+    dated,
     last_error,
+    last_lines,
+    rotate_log,
     store_heartbeat,
+    write_log_line,
 )
 
 
@@ -186,9 +194,10 @@ def test_a_timeout_is_news_at_first_and_when_it_has_changed_by_a_factor_of_2():
 @pytest.mark.parametrize(
     ("lines", "error"),
     [
-        (["12:00:00 rank 1 of 2 on here, process 7", "error: an old one.", "error: the disk is full.", "bye"], "the disk is full"),
-        (["error: the disk is full.", "12:00:05 rank 1 of 2 on here, process 8, 1 thread(s)", "12:00:06 saved round 3"], ""),
-        (["error: the disk is full.", "12:00:05 island-0001 on here (cpu), process 8"], ""),
+        ([dated("rank 1 of 2 on here, process 7"), "error: an old one.", "error: the disk is full.", "bye"], "the disk is full"),
+        ([dated("error: the disk is full."), "bye"], "the disk is full"),
+        ([dated("error: the disk is full."), dated("rank 1 of 2 on here, process 8, 1 thread(s)"), dated("saved round 3")], ""),
+        (["error: the disk is full.", dated("island-0001 on here (cpu), process 8")], ""),
         (None, ""),
     ],
 )
@@ -197,3 +206,58 @@ def test_the_last_error_of_a_log_is_from_after_the_last_start(tmp_path, lines, e
     if lines is not None:
         log.write_text("".join(f"{line}\n" for line in lines))
     assert last_error(log) == error
+
+
+def test_a_line_of_a_log_begins_with_date_time_and_zone(tmp_path):
+    append_log_line(tmp_path / "logs" / "hub.log", "saved")
+    stamp, _, text = (tmp_path / "logs" / "hub.log").read_text().partition(" ")
+    written = datetime.fromisoformat(stamp)
+    assert written.utcoffset() is not None
+    assert abs(written.timestamp() - time.time()) < 60
+    assert text == "saved\n"
+
+
+def test_a_log_is_rotated_by_size_and_the_oldest_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(liveness, "LOG_LIMIT_BYTES", 100)
+    log = tmp_path / "hub.log"
+    for number in range(20):
+        append_log_line(log, f"line {number}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub.log", "hub.log.1", "hub.log.2", "hub.log.3"]
+    kept = "".join((tmp_path / name).read_text() for name in ("hub.log.3", "hub.log.2", "hub.log.1", "hub.log"))
+    numbers = [int(line.rpartition(" ")[2]) for line in kept.splitlines()]
+    assert numbers == list(range(numbers[0], 20))
+
+
+WRITER = """
+import sys
+for number in range(3):
+    sys.stdout.write("x" * 60 + "\\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+print("error: no more.")
+"""
+
+
+def test_rotation_under_a_running_process_loses_no_line_and_its_last_error_is_found(tmp_path, monkeypatch):
+    log = tmp_path / "island.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen([sys.executable, "-S", "-c", WRITER], stdin=subprocess.PIPE, stdout=output)
+    while not log.stat().st_size:
+        time.sleep(0.001)
+    monkeypatch.setattr(liveness, "LOG_LIMIT_BYTES", 50)
+    rotate_log(log, in_use=True)
+    assert (log.stat().st_size, log.with_name("island.log.1").stat().st_size) == (0, 61)
+    process.communicate(b"\n\n\n", timeout=30.0)
+    assert log.read_bytes() == (b"x" * 60 + b"\n") * 2 + b"error: no more.\n"
+    assert last_error(log) == "no more"
+    rotate_log(log, in_use=True)
+    assert log.read_bytes() == b""
+    assert last_error(log) == "no more", "it is in the rotated log"
+    assert last_lines(log, 2) == "x" * 60 + " | error: no more."
+
+
+def test_a_log_on_a_full_disk_ends_nothing():
+    full = open("/dev/full", "w")  # noqa: SIM115, closing it fails
+    write_log_line(full, "nothing")
+    with pytest.raises(OSError, match="No space"):
+        full.close()

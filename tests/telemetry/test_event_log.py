@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from atoll.core.errors import CheckpointError
-from atoll.core.events import Evaluated, IslandLeft, Progress, RunStarted, Saved
-from atoll.telemetry.event_log import JsonlSink, log_damage, read_events
+from atoll.core.events import Evaluated, IslandLeft, LogDamaged, Progress, RunStarted, Saved
+from atoll.telemetry import event_log
+from atoll.telemetry.event_log import JsonlSink, log_damage, read_backwards, read_events
 
 
 def saved(number: int) -> Saved:
@@ -128,14 +131,93 @@ def test_a_last_line_that_lacks_only_its_end_is_read(tmp_path) -> None:
     assert list(read_events(tmp_path / "log")) == [saved(1), saved(2)]
 
 
-@pytest.mark.parametrize("line", ['{"event": "Saved", "rou', '{"event": "Nonsense"}', '{"event": "Saved"}', "[]", "3", "", "\xff"])
-def test_a_malformed_line_is_named_by_file_and_number(tmp_path, line: str) -> None:
+@pytest.mark.parametrize("line", ['{"event": "Nonsense"}', '{"event": "Saved"}'])
+def test_a_line_of_another_version_is_named_by_file_and_number(tmp_path, line: str) -> None:
     good = saved(1).to_json()
-    (tmp_path / "log").write_text(f"{good}\n{line}\n{good}\n", encoding="latin-1")
+    (tmp_path / "log").write_text(f"{good}\n{line}\n{good}\n")
     events = read_events(tmp_path / "log")
     assert next(events) == saved(1)
     with pytest.raises(CheckpointError, match=r"log:2 is not an event"):
         next(events)
+
+
+@pytest.mark.parametrize("line", ['{"event": "Saved", "rou', "[]", "3", "", "\xff", "\0" * 9])
+def test_a_damaged_line_is_reported_in_its_place_and_the_others_are_read(tmp_path, line: str) -> None:
+    good = saved(1).to_json()
+    (tmp_path / "log").write_text(f"{good}\n{line}\n{good}\n", encoding="latin-1")
+    first, damage, last = read_events(tmp_path / "log")
+    assert (first, last) == (saved(1), saved(1))
+    assert isinstance(damage, LogDamaged)
+    assert damage.what.startswith("line 2 cannot be read")
+    assert list(read_events(tmp_path / "log", kinds=[Saved])) == [saved(1), saved(1)]
+    assert [event for _, event in read_backwards(tmp_path / "log", Saved)] == [saved(1), saved(1)]
+
+
+def test_zeros_before_a_line_are_left_out(tmp_path) -> None:
+    (tmp_path / "log").write_text("\0" * 5000 + saved(1).to_json() + "\n")
+    assert list(read_events(tmp_path / "log")) == [saved(1)]
+
+
+@pytest.mark.parametrize("block", [1, 7, 50, 1 << 20])
+def test_reading_backwards_gives_the_same_lines_and_their_positions(tmp_path, monkeypatch, block: int) -> None:
+    monkeypatch.setattr(event_log, "_BLOCK", block)
+    path = tmp_path / "log"
+    position = write(path, 1, 2, 3)
+    with path.open("ab") as file:
+        file.write(b"\0" * 100 + saved(4).to_json().encode() + b"\n" + b'{"event": "Sav')
+    found = list(read_backwards(path, Saved))
+    assert [event for _, event in found] == [saved(4), saved(3), saved(2), saved(1)]
+    size = position // 3
+    assert [at for at, _ in found] == [position + 100, 2 * size, size, 0]
+
+
+RUN = RunStarted(recipe="r", algorithm="DiLoCo", islands=1, params=1, steps=1, seed=0)
+
+
+@pytest.mark.parametrize("how", ["truncated", "cut inside a line", "moved", "replaced"])
+def test_a_log_that_another_program_cuts_off_goes_on_and_says_so(tmp_path, how: str) -> None:
+    path = tmp_path / "log"
+    with JsonlSink(path) as sink:
+        for event in (RUN, saved(1), saved(2)):
+            sink.emit(event)
+        if how == "moved":
+            path.rename(tmp_path / "log.1")
+        elif how == "replaced":
+            path.rename(tmp_path / "log.1")
+            path.touch()
+        else:
+            os.truncate(path, 0 if how == "truncated" else sink.position() - 5)
+        sink.emit(saved(3))
+        sink.emit(saved(4))
+        assert sink.position() == path.stat().st_size
+    assert b"\0" not in path.read_bytes()
+    *before, damage, three, four = read_events(path)
+    assert isinstance(damage, LogDamaged)
+    assert (three, four) == (saved(3), saved(4))
+    assert before == ([RUN, saved(1)] if how.startswith("cut") else [RUN])
+    assert (damage.lost_bytes or 0) > 0
+
+
+def test_only_a_dated_log_has_absolute_times_and_equality_ignores_them(tmp_path) -> None:
+    before = time.time() - 1
+    for dated in (False, True):
+        with JsonlSink(tmp_path / f"{dated}", dated=dated) as sink:
+            sink.emit(saved(1))
+    (plain,), (timed,) = (list(read_events(tmp_path / f"{dated}")) for dated in (False, True))
+    assert plain == timed == saved(1)
+    assert plain.unix_time_s is None
+    assert before < timed.unix_time_s < time.time() + 1
+    assert (tmp_path / "False").read_text() == saved(1).to_json() + "\n"
+
+
+def test_a_dated_log_shorter_than_the_checkpoint_knew_is_continued_and_says_so(tmp_path) -> None:
+    write(tmp_path / "log", 1)
+    with JsonlSink(tmp_path / "log", append_at=10_000, dated=True) as sink:
+        assert not sink.has_beginning
+        sink.emit(RUN)
+    first, damage, last = read_events(tmp_path / "log")
+    assert (first, last) == (saved(1), RUN)
+    assert isinstance(damage, LogDamaged)
 
 
 def test_a_missing_log_error_says_what_a_run_folder_holds(tmp_path) -> None:

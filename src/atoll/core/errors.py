@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class AtollError(Exception):
     """The base class. Its message says what was given, what is allowed, and what to do."""
@@ -34,3 +36,12 @@ class TreeDonated(AtollError):
 def one_line(error: BaseException) -> str:
     """What another library's error says, on one line of bounded length: a damaged file may be quoted in it."""
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it followed from, says that a disk is full or a quota is used up."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__
+    return False

@@ -13,6 +13,9 @@ finish in another order than that of their numbers.
 A run has one clock. A moment is `virtual_time_s`, seconds on the simulated cluster's clock, or `wall_time_s`, seconds on real
 machines (a resumed run continues from the time of its checkpoint). The other is None, and `time_s` is the one that is not. Every
 other time (`start_s`, `end_s`, `arrived_s` and so on) is on the same clock.
+
+Engines on real machines also write the absolute time of each event, `unix_time_s`: the run's clock stands still between a crash and
+a resume. A simulated run has none, since two equal runs would have different logs.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from typing import Any, ClassVar
 
 from atoll.core.errors import AtollError
 
-_TIMES = ("virtual_time_s", "wall_time_s")
+_TIMES = ("virtual_time_s", "wall_time_s", "unix_time_s")
+_OPTIONAL = ("wall_time_s", "unix_time_s")
+"""Left out of the log where they are None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +39,16 @@ class Event:
 
     recorded: ClassVar[bool] = True  # in the run's log; progress is not
 
+    unix_time_s: float | None = field(default=None, compare=False, repr=False)
+    """Seconds since 1970, in UTC. Two events are equal whenever they happened."""
+
     def to_json(self) -> str:
         """One line. Floats are written so that they read back as the same float; NaN and infinity as {"float": "nan"} and so on.
-        Times come last, and `wall_time_s` is left out where the clock is virtual."""
+        Times come last, and those that the run's clock does not have are left out."""
         # Field by field: `asdict` copies the values, and a log has a dozen events per round.
-        values = {f.name: getattr(self, f.name) for f in sorted(fields(self), key=lambda f: f.name in _TIMES)}
-        record = {name: _plain(value) for name, value in values.items() if name != "wall_time_s" or value is not None}
+        names = sorted((f.name for f in fields(self)), key=lambda name: _TIMES.index(name) if name in _TIMES else -1)
+        values = {name: getattr(self, name) for name in names}
+        record = {name: _plain(value) for name, value in values.items() if name not in _OPTIONAL or value is not None}
         return json.dumps({"event": type(self).__name__} | record, allow_nan=False)
 
 
@@ -369,6 +378,15 @@ class SaveFailed(Event):
 
     round: int
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogDamaged(Event):
+    """Lines of the log are lost: another program truncated or replaced it, or no process remembers them. The run continues.
+    `read_events` also returns it in the place of a line that it cannot read."""
+
+    what: str
+    lost_bytes: int | None = None  # None if that is unknown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Liveness of the processes of a run: which of them are alive, which of them failed first, and how long an exchange may take.
 
 A closed connection reveals a dead process, but only to the processes that exchange over it. A rank that waits for a value in a
-store needs heartbeats: the store knows nothing of failures.
+store needs heartbeats: the store knows nothing of failures. What a process wrote before it died is in its text log.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Generic, NoReturn, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from atoll.core.errors import AtollError, ExchangeFailed
+from atoll.core.verified_files import open_to_append
 
 HEARTBEAT_S = 2.0
 SILENCE_LIMIT_S = 30.0
@@ -249,24 +251,101 @@ def exit_with(error: BaseException, log: IO[str] | None = None, code: int | None
     The exit code is `code`, or by default the one of the error's type."""
     known, interrupted = isinstance(error, AtollError), isinstance(error, KeyboardInterrupt)
     text = "interrupted" if interrupted else f"error: {' '.join(str(error).split())}"
-    for file in [file for file in (log, None if interrupted else sys.stderr) if file is not None]:
-        if not (known or interrupted):
-            traceback.print_exception(error, file=file)
-        print(text, file=file, flush=True)
-    sys.stdout.flush()
+    for file in dict.fromkeys([log, None if interrupted else sys.stderr]):
+        with suppress(OSError):  # a full disk
+            if file is not None and not (known or interrupted):
+                traceback.print_exception(error, file=file)
+            if file is not None:
+                print(dated(text) if file is log else text, file=file, flush=True)
+    with suppress(OSError):
+        sys.stdout.flush()
     default = 130 if interrupted else PEER_MISSING if isinstance(error, ExchangeFailed) else 2 if known else 1
     os._exit(default if code is None else code)
 
 
+# --------------------------------------------------------------------------------------------------- text logs of processes
+
+LOG_LIMIT_BYTES, LOGS_KEPT = 16 << 20, 3
+"""A log that has grown beyond the limit is moved to NAME.log.1, and so on; the oldest is removed."""
+_READ_BYTES = 1 << 20
+
+
+def dated(text: str) -> str:
+    """A line of a log: date, time and time zone in ISO 8601, then the text."""
+    return f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {text}"
+
+
+def write_log_line(file: IO[str], text: str) -> None:
+    with suppress(OSError):  # a log that cannot be written ends nothing
+        print(dated(text), file=file, flush=True)
+
+
+def append_log_line(log: Path, text: str) -> None:
+    """Append a line to a log that no process keeps open, and rotate it."""
+    with suppress(OSError):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        rotate_log(log)
+        with open_to_append(log) as file:
+            file.write(f"{dated(text)}\n".encode())
+
+
+def rotate_log(log: Path, *, in_use: bool = False) -> None:
+    """Move a log that has grown beyond the limit. A log that its process keeps open, for appending, is copied and truncated. If the
+    disk is full, the log stays as it is."""
+    unfinished = _rotated(log, 0)
+    with suppress(OSError):
+        if log.stat().st_size <= LOG_LIMIT_BYTES:
+            return
+        try:
+            if in_use:
+                with log.open("r+b") as old, unfinished.open("wb") as new:
+                    while block := old.read(_READ_BYTES):
+                        new.write(block)
+                    new.flush()
+                    old.truncate(0)
+            else:
+                os.replace(log, unfinished)
+            for number in range(LOGS_KEPT, 0, -1):
+                if _rotated(log, number - 1).exists():
+                    os.replace(_rotated(log, number - 1), _rotated(log, number))
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def _rotated(log: Path, number: int) -> Path:
+    return log.with_name(f"{log.name}.{number}")
+
+
 def last_error(log: Path) -> str:
     """The error that a process ended with, as `exit_with` wrote it to its log. Lines from before its last start are ignored."""
-    for line in reversed(log.read_text("utf-8", errors="replace").splitlines() if log.exists() else []):
-        if line.startswith("error: "):
-            return line.removeprefix("error: ").rstrip(".")
-        if _STARTED.match(line):
-            break
-    return ""
+    errors = (found[1] for line in _lines_since_start(log) if (found := _ERROR.match(line)))
+    return next(errors, "").rstrip(".")
+
+
+def last_lines(log: Path, count: int = 3) -> str:
+    """What a process wrote last, on one line."""
+    lines = [line.strip() for line in _lines_since_start(log) if line.strip()]
+    return " | ".join(reversed(lines[:count]))
+
+
+def _lines_since_start(log: Path) -> Iterator[str]:
+    """The lines of a log from the last back to the last start of its process."""
+    for path in (log, _rotated(log, 1)):
+        for line in reversed(_tail(path).splitlines()):
+            if _STARTED.match(line):
+                return
+            yield line
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
+            return file.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 _STARTED = re.compile(r"\S+ (rank \d+ of \d+ on |\S+ on \S+ \(.*\), process )")
 """The first line that a rank, or an island of an elastic run, writes."""
+_ERROR = re.compile(r"(?:\d\S+ )?error: (.*)")

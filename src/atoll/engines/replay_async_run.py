@@ -18,7 +18,18 @@ from typing import Any
 
 from atoll.core.config.json_records import type_name
 from atoll.core.errors import ConfigError
-from atoll.core.events import Arrived, Dispatched, Event, IslandJoined, IslandLeft, Progress, Refused, Returned, RoundFinished
+from atoll.core.events import (
+    Arrived,
+    Dispatched,
+    Event,
+    IslandJoined,
+    IslandLeft,
+    LogDamaged,
+    Progress,
+    Refused,
+    Returned,
+    RoundFinished,
+)
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Sink, Task, Work, Workload
 from atoll.core.serialization import load_tree
@@ -187,7 +198,11 @@ def replay_run(folder: str | Path, *, workload: Workload | None = None, sink: Si
         raise ConfigError(f"{folder} is not finished: it has no final weights. Finish it: atoll run --resume {folder}")
     preparation = RunPreparation(run, workload)
     warm = preparation.warm_start(opened.warm_start, out)
-    schedule = [event for event in read_events(opened.events) if isinstance(event, _KINDS)]
+    events = [*read_events(opened.events)]
+    damage = next((event for event in events if isinstance(event, LogDamaged)), None)
+    if damage is not None:
+        raise ConfigError(f"{opened.events} is damaged: {damage.what}. A replay needs every line. Restore the file from a copy.")
+    schedule = [event for event in events if isinstance(event, _KINDS)]
     replay = _Replay(run, preparation.sharded(warm.params), warm.params.copy(), schedule)
     with torch_threads(run.cluster.threads_per_island), matrix_products(run):
         replay.run(out)

@@ -44,7 +44,7 @@ from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run_settings import Run, check_recorded_precision, choose_computing, device_of, dtype_of, here
 from atoll.runs.validation import check_finetuning_inputs
 from atoll.runs.workloads import partitioned_by_weights
-from atoll.telemetry.event_log import JsonlSink, log_damage, read_events
+from atoll.telemetry.event_log import JsonlSink, clock_of, log_damage, read_events
 from atoll.telemetry.sinks import Fanout, ResumableSink, TensorBoardSink
 from atoll.telemetry.summary import Summary, read_summary
 
@@ -422,7 +422,7 @@ class Driver(ABC, Generic[E]):
 
     def prepare(self, sink: Sink, checkpoint: Checkpoint | None) -> Prepared:
         """Load the data and make the warm start. A new run's log begins with them."""
-        if checkpoint is None and self.leads:
+        if self.leads and (checkpoint is None or (self.event_log is not None and not self.event_log.has_beginning)):
             self.results.begin(sink)
         warm = self.make_warm_start(sink, resuming=checkpoint is not None)
         if checkpoint is None:
@@ -434,8 +434,11 @@ class Driver(ABC, Generic[E]):
 
     def open_sinks(self, checkpoint: Checkpoint | None) -> list[Sink]:
         """The receivers of events: the log, truncated at the checkpoint, TensorBoard if asked for, and the user's."""
-        path = self.folder.events
-        self.event_log = JsonlSink.at_record(path, checkpoint.metadata) if checkpoint else JsonlSink(path, digested=True)
+        path, dated = self.folder.events, clock_of(self.task.spec.name) == "wall"
+        if checkpoint is None:
+            self.event_log = JsonlSink(path, dated=dated, digested=True)
+        else:
+            self.event_log = JsonlSink.at_record(path, checkpoint.metadata, dated=dated)
         for sink in self.task.sinks if checkpoint else ():
             if isinstance(sink, ResumableSink):
                 sink.recall(read_events(self.folder.events))

@@ -144,6 +144,8 @@ def event_text(event: ev.Event, who: str | None = None) -> str | None:
             return f"islands compute {how}: {event.why}"
         case ev.SaveFailed():
             return f"round {event.round}: checkpoint not written, training continues: {event.reason}"
+        case ev.LogDamaged():
+            return f"events.jsonl is damaged: {event.what}; the run continues, and its report lacks what is lost"
         case ev.RoundFailed():
             return f"round {event.round}: failed, {event.what} was missed by island {', '.join(map(str, event.islands))}"
         case ev.UpdateSkipped():

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.core.events import MEMORY_KINDS
+from atoll.core.events import MEMORY_KINDS, LogDamaged
 from atoll.telemetry.async_summary import AsynchronySummary, CountDistribution, WorkerTimes, read_asynchrony
+from atoll.telemetry.event_log import read_events
 from atoll.telemetry.summary import MemorySummary, ParticipationSummary, read_memory, read_participation
 from atoll.telemetry.sync_summary import ExchangeLevel, IslandTimes, OverlapSummary, device_name, read_overlap, reports_overlap
 from atoll.telemetry.units import human_bytes, human_count, human_percent, human_share, human_time, plural
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _BAR_WIDTH = 30  # characters of the longest bar
 _MAX_BARS = 10  # rows of a histogram
+_SHOWN_DAMAGES = 5
 _MAX_ROWS = 16  # workers, islands or shards that are listed
 
 
@@ -180,6 +182,11 @@ def _island_rows(summary: OverlapSummary) -> list[dict[str, str]]:
     ]
 
 
+def _damages(events: Sequence[LogDamaged]) -> str:
+    more = f"; and {plural(len(events) - _SHOWN_DAMAGES, 'more')}" if len(events) > _SHOWN_DAMAGES else ""
+    return "; ".join(event.what for event in events[:_SHOWN_DAMAGES]) + more
+
+
 ASYNCHRONY = ReportSection(
     read=read_asynchrony,
     lines={
@@ -217,4 +224,8 @@ OVERLAP = ReportSection(
     },
     rows=_island_rows,
 )
-SECTIONS: Sequence[ReportSection] = (ASYNCHRONY, MEMORY, PARTICIPATION, OVERLAP)
+LOG_DAMAGE = ReportSection(
+    read=lambda folder: [event for event in read_events(folder / "events.jsonl") if isinstance(event, LogDamaged)] or None,
+    lines={"damage": lambda s: f"events.jsonl lacks lines, and the figures above lack what they counted: {_damages(s)}"},
+)
+SECTIONS: Sequence[ReportSection] = (ASYNCHRONY, MEMORY, PARTICIPATION, OVERLAP, LOG_DAMAGE)

@@ -1,7 +1,9 @@
 """A run whose islands are threads of one process, which commit over a real lighthouse and real sockets."""
 
 import gc
+import subprocess
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -165,6 +167,32 @@ def threaded(tmp_path, _frozen_garbage, _fast_heartbeats):
         return ThreadedRun(tmp_path / "run", run, spec, *update_faults)
 
     return make
+
+
+class SmallDisk:
+    """A file system of 1 MB, which a test can fill."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def fill(self):
+        with suppress(OSError), (self.path / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    def free(self):
+        (self.path / "filler").unlink()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield SmallDisk(path)
+    subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 class OtherRounding:

@@ -1,6 +1,7 @@
 """The leader of threaded runs: it writes the event log, evaluates, saves and finishes the run, whichever island dies."""
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 
@@ -16,7 +17,7 @@ from atoll.core.events import (
     SaveFailed,
 )
 from atoll.engines.elastic import island as island_module, leader_event_log as leader_log_module
-from atoll.engines.elastic.leader_event_log import CommitRecord, EventLogLease, LeaderLog, RunAlreadyFinished
+from atoll.engines.elastic.leader_event_log import CommitRecord, EventLogLease, LeaderLog, LeaseLost, RunAlreadyFinished
 from atoll.engines.elastic.snapshot_server import IslandPhase
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
@@ -79,9 +80,9 @@ def test_a_run_whose_results_cannot_be_written_is_finished_when_they_can(threade
     live = threaded(toy(1), Elastic(processes=1))
     in_the_way, log = RunFolder(live.folder).timing, live.log
     in_the_way.mkdir()
-    live.log = lambda text: (log(text), text.startswith("not finished, and tried again") and in_the_way.rmdir())
+    live.log = lambda text: (log(text), text.startswith("warning: the run is not finished") and in_the_way.rmdir())
     live.finish(live.start("island-0000"))
-    assert len([text for text in live.logged if text.startswith("not finished")]) == 1
+    assert len([text for text in live.logged if text.startswith("warning: the run is not finished")]) == 1
     assert len(live.events(RunFinished)) == 1
     assert len(live.events(Evaluated)) == 3
 
@@ -91,7 +92,7 @@ def test_an_island_that_returns_after_the_end_does_not_change_the_finished_run(t
     live = threaded(toy(1), Elastic(processes=1))
     late = live.one_island("island-0001")  # frozen since before the beginning
     if wrote:
-        late._leader_log.lease = EventLogLease(RunFolder(live.folder).events, 0)
+        late._leader_log.lease = EventLogLease(RunFolder(live.folder).events, lambda: 0)
     if not awake:
         late.close(wait=False)
     threads = live.start("island-0000")
@@ -114,9 +115,9 @@ def test_an_island_that_recovered_takes_the_write_lease_again(threaded, toy):
     live = threaded(toy(1), Elastic(processes=1))
     island, donor = live.one_island(), live.one_island("donor")
     leader_log, log = island._leader_log, RunFolder(live.folder).events
-    leader_log.lease = EventLogLease(log, 0)
+    leader_log.lease = EventLogLease(log, lambda: 0)
     leader_log.lease.emit(Saved(round=1, name="mine"))
-    other = EventLogLease(log, log.stat().st_size)  # while this island was frozen
+    other = EventLogLease(log, lambda: log.stat().st_size)  # while this island was frozen
     other.emit(Saved(round=2, name="another's"))
     donor._publish()
     donor.status.phase = IslandPhase.JOINED
@@ -205,9 +206,10 @@ def test_the_write_lease_is_taken_back_from_an_island_that_is_behind_and_not_fro
         island._commit_log.append(CommitRecord(engine.version, False, [attended(number)]), NO_VERSION)
         if number < 3:
             leader_log._up_to_date(engine)
-    other = EventLogLease(log, 0)
+    other = EventLogLease(log, lambda: 0)
     other.emit(attended(theirs))
-    leader_log._up_to_date(engine)
+    with nullcontext() if theirs < 3 else pytest.raises(LeaseLost):
+        leader_log._up_to_date(engine)
     leader_log.release()
     assert [event.round for event in live.events(Attended)] == written
     other.close()

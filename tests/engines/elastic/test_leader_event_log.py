@@ -1,6 +1,12 @@
 """The leader log, driven by hand: what is written, evaluated and saved while islands are frozen or killed."""
 
-from contextlib import contextmanager
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +15,7 @@ import torch
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError
-from atoll.core.events import Attended, Evaluated, IslandLeft, RoundFinished, RunFinished, RunStarted, Saved, SaveFailed
+from atoll.core.events import Attended, Evaluated, IslandLeft, LogDamaged, RoundFinished, RunFinished, RunStarted, Saved, SaveFailed
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.checkpoints import Checkpoints
@@ -19,8 +25,8 @@ from atoll.engines.elastic.leader_event_log import (
     CommitRecord,
     EventLogLease,
     LeaderLog,
+    LeaseLost,
     committed_prefix,
-    file_identity,
 )
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.spec import Elastic
@@ -28,6 +34,7 @@ from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.run_lifecycle import RunRequest, RunResults, RunTask
 from atoll.engines.warm_start_training import Prepared, WarmStart
 from atoll.runs.folder import RunFolder
+from atoll.telemetry import event_log
 from atoll.telemetry.event_log import read_events
 
 SETTINGS = (
@@ -168,24 +175,27 @@ def test_finishing_is_retried_when_the_lease_is_lost_meanwhile(island, monkeypat
     monkeypatch.setattr(leader_event_log, "_RETRY_S", 0.0)
     one.leader_log.finish(one.engine, None, 60.0)
     assert one.leader_log.is_finished
-    assert [text for text in one.logged if text.startswith("not finished, and tried again: another island")]
+    assert [text for text in one.logged if text.startswith("warning: the run is not finished, and a tries again: another island")]
 
 
-def test_a_commit_that_is_written_during_a_takeover_is_neither_cut_off_nor_written_twice(island, monkeypatch):
-    one, other, read = island(), island(), leader_event_log.committed_prefix
+def test_a_commit_that_is_written_before_a_takeover_is_neither_cut_off_nor_written_twice(island):
+    one, other = island(), island()
     one.commit(1, 1)
-
-    def reads(path, epochs):
-        found = read(path, epochs)
-        if len(one.commits) == 1:
-            one.commit(2, 2)
-        return found
-
-    monkeypatch.setattr(leader_event_log, "committed_prefix", reads)
+    one.commit(2, 2)
     other.commit(2, 2)
     other.commit(3, 3)
     assert other.commits == [(1, 1), (2, 2), (3, 3)]
-    assert not [text for text in other.logged if text.startswith("not written")]
+    assert not [text for text in other.logged if "is not in the event log yet" in text]
+
+
+def test_a_leader_that_woke_behind_the_new_one_takes_nothing_from_it(island):
+    frozen, other = island(), island()
+    commits(frozen, (1, 1))
+    commits(other, (1, 1), (2, 2), (3, 3))
+    commits(frozen, (2, 2))
+    assert other.leader_log.lease.is_held
+    assert frozen.logged[-1].startswith("warning: round 2 is not in the event log yet: another island has taken the write lease")
+    assert other.commits == [(1, 1), (2, 2), (3, 3)]
 
 
 class Fetching(Recovery):
@@ -311,60 +321,185 @@ def saved(number):
     return Saved(round=number, name=f"{number:08}")
 
 
+def lease_of(path, num_bytes=None):
+    return EventLogLease(path, lambda: path.stat().st_size if num_bytes is None else num_bytes)
+
+
 def test_writes_of_an_old_lease_holder_do_not_reach_the_log(tmp_path):
     path = tmp_path / "events.jsonl"
-    frozen = EventLogLease(path, 0)
+    frozen = lease_of(path, 0)
     frozen.emit(saved(1))
     assert frozen.is_held
-    other = EventLogLease(path, path.stat().st_size)
+    inode = path.stat().st_ino
+    other = lease_of(path)
     other.emit(saved(2))
-    frozen.emit(saved(99))
+    with pytest.raises(LeaseLost):
+        frozen.emit(saved(99))
     other.emit(saved(3))
     assert not frozen.is_held
     assert other.is_held
     assert [event.round for event in read_events(path)] == [1, 2, 3]
+    assert path.stat().st_ino == inode, "the log is not copied"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["events.jsonl", "events.lease"]
     frozen.close()
     other.close()
 
 
-def test_an_island_that_was_frozen_while_it_took_the_lease_has_lost_it(tmp_path, monkeypatch):
+def test_an_island_that_was_frozen_while_it_took_the_lease_has_lost_it(tmp_path):
     path, others = written(tmp_path / "events.jsonl", saved(1)), []
-    replacing = leader_event_log.replacing
 
-    @contextmanager
-    def frozen_after_the_rename(path, error):
-        with replacing(path, error) as file:
-            yield file
+    def frozen_before_it_locks_the_log(path):
+        mark = replace_mark(path)
         monkeypatch.undo()
-        others.append(EventLogLease(path, path.stat().st_size))
+        others.append(lease_of(path.with_name("events.jsonl")))
         others[0].emit(saved(2))
+        return mark
 
-    monkeypatch.setattr(leader_event_log, "replacing", frozen_after_the_rename)
-    frozen = EventLogLease(path, path.stat().st_size)
-    frozen.emit(saved(99))
+    replace_mark = leader_event_log._replace_mark
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(leader_event_log, "_replace_mark", frozen_before_it_locks_the_log)
+        with pytest.raises(LeaseLost):
+            lease_of(path, 0)
     others[0].emit(saved(3))
-    assert (frozen.is_held, others[0].is_held) == (False, True)
+    assert others[0].is_held
     assert [event.round for event in read_events(path)] == [1, 2, 3]
-    frozen.close()
     others[0].close()
 
 
-@pytest.mark.parametrize("replaced", [True, False])
-def test_events_written_since_the_log_was_read_are_not_cut_off(tmp_path, replaced):
-    path = tmp_path / "events.jsonl"
-    writes = EventLogLease(path, 0)
-    writes.emit(saved(1))
-    seen, keep_bytes = file_identity(path), path.stat().st_size
-    if replaced:
-        writes.close()
-        writes = EventLogLease(path, keep_bytes)
-    writes.emit(saved(2))
-    with pytest.raises(CheckpointError, match="another island"):
-        EventLogLease(path, keep_bytes, seen)
-    assert writes.is_held
-    assert [event.round for event in read_events(path)] == [1, 2]
-    assert [file.name for file in tmp_path.iterdir()] == ["events.jsonl"]
-    writes.close()
+STOPPED = """
+import fcntl, os, signal, sys
+log = open(sys.argv[1], "ab")
+fcntl.flock(log, fcntl.LOCK_EX)
+os.kill(os.getpid(), signal.SIGSTOP)
+log.write(sys.argv[2].encode())
+"""
+
+
+def test_a_process_that_froze_with_the_log_locked_does_not_stop_the_next_leader(tmp_path, monkeypatch):
+    monkeypatch.setattr(leader_event_log, "_LOCK_LIMIT_S", 0.1)
+    path = written(tmp_path / "events.jsonl", saved(1))
+    frozen = subprocess.Popen([sys.executable, "-S", "-c", STOPPED, path, saved(99).to_json() + "\n"])
+    try:
+        assert os.WIFSTOPPED(os.waitpid(frozen.pid, os.WUNTRACED)[1])
+        lease = lease_of(path)
+        lease.emit(saved(2))
+    finally:
+        frozen.send_signal(signal.SIGCONT)
+        frozen.wait(30.0)
+    lease.emit(saved(3))
+    assert [event.round for event in read_events(path)] == [1, 2, 3]
+    lease.close()
+
+
+def test_a_holder_that_cannot_lock_the_log_reports_it_and_does_not_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(leader_event_log, "_LOCK_LIMIT_S", 0.1)
+    lease = lease_of(written(tmp_path / "events.jsonl", saved(1)))
+    with lease.path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match="does not respond has locked"):
+            lease.emit(saved(2))
+    lease.emit(saved(3))
+    lease.close()
+
+
+def test_events_carry_the_time_of_their_commit_and_not_of_their_writing(island, monkeypatch):
+    one, other = island(), island()
+    monkeypatch.setattr(leader_event_log, "unix_time_s", lambda: 1e9)
+    commits(one, (1, 1), leader="dead")
+    other.commit_log.from_parts(one.commit_log.to_parts())
+    monkeypatch.setattr(leader_event_log, "unix_time_s", lambda: 2e9)
+    commits(other, (2, 2))
+    assert [event.unix_time_s for event in other.events(Attended)] == [1e9, 2e9]
+
+
+def test_a_run_whose_log_is_truncated_by_another_program_still_finishes_and_the_log_says_so(island):
+    """What logrotate does with copytruncate."""
+    one = island()
+    commits(one, *BEFORE)
+    os.truncate(one.folder.events, 0)
+    commits(one, (10, 10), (11, 11))
+    one.leader_log.finish(one.engine, None, 0.0)
+    assert one.leader_log.is_finished
+    assert one.folder.finished
+    assert b"\0" not in one.folder.events.read_bytes()
+    assert one.commits == [(10, 10), (11, 11)]
+    [damage] = one.events(LogDamaged)
+    assert damage.what == "another program has truncated it"
+    assert damage.lost_bytes > 0
+    assert len(one.events(RunStarted)) == 1
+
+
+def test_a_run_that_ends_on_a_full_disk_finishes_when_there_is_room(small_disk, monkeypatch):
+    monkeypatch.setattr(leader_event_log, "_RETRY_S", 0.01)
+    one = Island(small_disk.path / "run")
+    commits(one, *BEFORE)
+    small_disk.fill()
+    commits(one, (10, 10))  # neither logged nor saved, and not lost
+    failed = "warning: the run is not finished, and a tries again: "
+    thread = threading.Thread(target=one.leader_log.finish, args=(one.engine, None, 0.0))
+    thread.start()
+    while sum(text.startswith(failed) for text in one.logged) < 5:  # beyond its limit of 0 s
+        assert thread.is_alive()
+        time.sleep(0.001)
+    small_disk.free()
+    thread.join(30.0)
+    assert one.leader_log.is_finished
+    assert one.commits == [*BEFORE, (10, 10)]
+    assert len(one.events(RunFinished)) == 1
+    assert [text for text in one.logged if "No space left" in text and str(small_disk.path) in text]
+
+
+def test_a_new_leader_reports_rounds_that_no_island_remembers(island):
+    one, other = island(), island()
+    commits(one, *BEFORE)
+    one.leader_log.release()
+    one.folder.events.write_bytes(b"")
+    commits(other, (8, 8), (9, 9), leader="one")
+    commits(other, (10, 10))
+    [damage] = other.events(LogDamaged)
+    assert damage.what == "rounds 1 to 7 are missing, and no island remembers them"
+    assert len(other.events(RunStarted)) == 1
+    assert other.commits == [(8, 8), (9, 9), (10, 10)]
+
+
+def test_a_new_leader_reports_damaged_lines_once_and_goes_on(island):
+    one, other, last = island(), island(), island()
+    commits(one, *BEFORE)
+    one.leader_log.release()
+    text = one.folder.events.read_bytes()
+    at = text.index(b'{"event": "Attended", "round": 8')
+    one.folder.events.write_bytes(text[:at] + b"\0" * 5 + text[at : at + 30] + b"~" + text[at + 31 :])
+    commits(other, *BEFORE, leader="one")
+    commits(other, (10, 10))
+    commits(last, *BEFORE, (10, 10), leader="other")
+    commits(last, (11, 11))
+    assert [event.what for event in last.events(LogDamaged) if "line" not in event.what[:5]] == [
+        "1 of its last lines cannot be read"
+    ]
+    assert [number for number, _ in last.commits] == [*range(1, 8), 9, 10, 11]
+    last.leader_log.finish(last.engine, None, 0.0)
+    assert last.leader_log.is_finished
+
+
+def test_a_new_leader_reads_the_end_of_the_log_alone(island, monkeypatch):
+    one, other = island(), island()
+    for number in range(1, 200):
+        one.commit(number, number)
+    one.leader_log.release()
+    size = one.folder.events.stat().st_size
+    # Between the beginning and the remembered commits nothing is read, so damage there changes nothing.
+    with one.folder.events.open("r+b") as log:
+        log.readline()
+        log.write(b"x" * (size // 2 - log.tell() - 1) + b"\n")
+    monkeypatch.setattr(event_log, "_BLOCK", 4096)
+    read = []
+    original = event_log._parse
+    monkeypatch.setattr(event_log, "_parse", lambda path, number, line: read.append(line) or original(path, number, line))
+    commits(other, (198, 198), (199, 199), leader="one")
+    commits(other, (200, 200))
+    assert other.leader_log.written == StateVersion(200, 200)
+    assert len(read) < 40, "of 600 lines"
+    assert not other.events(RunStarted)[1:]
 
 
 LEFT = IslandLeft(island=0, round=2, virtual_time_s=None, wall_time_s=1.0)
@@ -383,13 +518,13 @@ LOG = [START, attended(1, 2), saved(1), attended(2, 3), saved(2), LEFT, attended
 )
 def test_the_committed_prefix_follows_from_rounds_and_epochs(tmp_path, epochs, keeps, last):
     path = written(tmp_path / "log", *LOG, tail='{"event": "Att')
-    assert committed_prefix(path, epochs) == (len("".join(event.to_json() + "\n" for event in LOG[:keeps])), last)
+    assert committed_prefix(path, epochs) == (len("".join(event.to_json() + "\n" for event in LOG[:keeps])), last, 0)
 
 
 def test_a_missing_log_has_no_commits(tmp_path):
-    assert committed_prefix(tmp_path / "log", {4: 5}) == (0, StateVersion(-1, 0))
+    assert committed_prefix(tmp_path / "log", {4: 5}) == (0, StateVersion(-1, 0), 0)
 
 
-def test_a_log_whose_lease_cannot_be_taken_is_untouched(tmp_path):
-    with pytest.raises(CheckpointError, match="untouched"):
-        EventLogLease(tmp_path / "nowhere" / "log", 5)
+def test_the_lease_of_a_log_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot write"):
+        lease_of(tmp_path / "nowhere" / "log", 5)

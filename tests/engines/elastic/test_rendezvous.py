@@ -93,6 +93,55 @@ def test_a_forgotten_island_is_read_again_when_it_registers_again(store, monkeyp
         registry.close()
 
 
+def test_the_registry_is_pruned_of_repeated_and_of_dead_names(store, monkeypatch):
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
+    here = Registry(store.address, IslandStatus("here", True))
+    gone = [Registry(store.address, IslandStatus(f"gone-{number % 3}", True)) for number in range(9)]
+    here.refresh()
+    client = RegistryClient(store.address)
+    assert sorted(client.names()) == ["gone-0", "gone-1", "gone-2", "here"], "each once"
+    now_s = time.monotonic()
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s + rendezvous.FORGOTTEN_S + 1)
+    here.refresh()
+    assert client.names() == ["here"]
+    assert store.store.check(["island/gone-0"]), "a reader that has the name would wait for it"
+    here.refresh()
+    assert sorted(here.alive()) == ["here"]
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s + rendezvous.FORGOTTEN_S + rendezvous.UNREGISTERED_S + 2)
+    here.refresh()
+    assert not any(store.store.check([f"island/gone-{number}"]) for number in range(3))
+    for registry in (here, *gone):
+        registry.close()
+
+
+def test_a_frozen_island_whose_name_was_pruned_registers_again(store, monkeypatch):
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
+    here, frozen = (Registry(store.address, IslandStatus(name, True)) for name in ("here", "frozen"))
+    here.refresh()
+    now_s = time.monotonic()
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now_s + rendezvous.FORGOTTEN_S + 1)
+    here.refresh()
+    assert RegistryClient(store.address).names() == ["here"]
+    for _ in range(2):  # it sees that its name is gone, and registers
+        frozen.refresh()
+    here.refresh()
+    assert sorted(here.alive()) == ["frozen", "here"]
+    for registry in (here, frozen):
+        registry.close()
+
+
+def test_a_registration_during_a_prune_is_not_lost(store):
+    client = RegistryClient(store.address)
+    for name in "ab":
+        client.register(IslandStatus(name, True))
+    names = client.names()
+    client.register(IslandStatus("c", True))
+    assert not client.prune(names, {"a"})
+    assert client.names() == ["a", "b", "c"]
+    assert client.prune(client.names(), {"a"})
+    assert client.names() == ["b", "c"]
+
+
 def test_an_island_without_heartbeats_is_not_alive(store, monkeypatch):
     monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
     here, gone = (Registry(store.address, IslandStatus(name, True)) for name in ("here", "gone"))

@@ -5,7 +5,11 @@ import re
 import signal
 import socket
 import sys
+import threading
+import time
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +20,22 @@ from atoll.core.errors import CheckpointError, ConfigError, DataError
 from atoll.core.events import RunFinished, RunStarted, Saved
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import save_tree
-from atoll.engines.elastic import launch
+from atoll.engines.elastic import launch, supervisor as supervisor_module
 from atoll.engines.elastic.recovery import NoState
-from atoll.engines.elastic.rendezvous import free_port
+from atoll.engines.elastic.rendezvous import RegistryClient, free_port, open_store
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.elastic.supervisor import REFUSED, STATELESS, Child, IslandFailed, LogTail, ProcessHooks, Supervisor, island_name
+from atoll.engines.elastic.supervisor import (
+    REFUSED,
+    STATELESS,
+    Backoff,
+    Child,
+    IslandFailed,
+    LogTail,
+    ProcessHooks,
+    RendezvousHealth,
+    Supervisor,
+    island_name,
+)
 from atoll.engines.run_lifecycle import RunTask
 from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
@@ -38,6 +53,14 @@ def ended(one):
     return one
 
 
+def again(one, **given):
+    """Restarts a child that ends, without its delay, unless it is given up."""
+    ended(one).plan_restart(**given)
+    if not one.given_up:
+        one.start()
+    return one
+
+
 def test_names_sort_as_numbers_do():
     assert sorted(island_name(number) for number in range(12)) == [island_name(number) for number in range(12)]
 
@@ -46,7 +69,9 @@ def test_a_child_that_was_killed_is_restarted(tmp_path):
     one = child(tmp_path, "import sys; sys.stdin.read()")
     one.start()
     os.kill(one.process.pid, signal.SIGKILL)
-    ended(one).restart(alone=True)
+    ended(one).plan_restart(alone=True)
+    assert one.restart_s <= time.monotonic(), "at once, the first time"
+    again(one, alone=True)
     assert (one.starts, one.exit_code) == (2, None)
     one.release()  # it reads the end of its input
     assert ended(one).exit_code == 0
@@ -55,7 +80,7 @@ def test_a_child_that_was_killed_is_restarted(tmp_path):
 def test_a_child_that_refuses_to_start_is_given_up_with_its_error(tmp_path):
     one = child(tmp_path, "import sys; print('error: no such text.'); sys.exit(2)")
     one.start()
-    ended(one).restart(alone=False)
+    again(one, alone=False)
     assert (one.given_up, one.starts) == ("no such text", 1)
     one.release()
 
@@ -64,9 +89,9 @@ def test_a_child_that_finds_no_state_is_restarted_while_another_island_may_have_
     one = child(tmp_path, "raise SystemExit(4)")
     one.start()
     for _ in range(6):
-        ended(one).restart(alone=False)
+        again(one, alone=False)
     assert (one.given_up, one.starts) == ("", 7)
-    ended(one).restart(alone=True)
+    again(one, alone=True)
     assert one.given_up
     one.release()
 
@@ -93,9 +118,9 @@ def test_a_child_that_dies_repeatedly_right_after_its_start_is_given_up(tmp_path
     one = child(tmp_path, "raise SystemExit(1)")
     one.start()
     for _ in range(4):
-        ended(one).restart(alone=True)
+        again(one, alone=True)
     assert not one.given_up
-    ended(one).restart(alone=True)
+    again(one, alone=True)
     assert re.match(r"see .*island\.log", one.given_up)
     one.release()
 
@@ -105,9 +130,40 @@ def test_an_error_from_before_the_last_start_is_no_reason_to_give_a_child_up(tmp
     one.log.parent.mkdir()
     one.log.write_text("error: of another time.\n")
     one.start()
-    ended(one).restart(alone=True)
+    again(one, alone=True)
     assert one.given_up.startswith("see ")
     one.release()
+
+
+def test_a_child_is_not_given_up_while_the_disk_is_full(tmp_path):
+    one = child(tmp_path, "raise SystemExit(2)")
+    one.start()
+    for _ in range(6):
+        again(one, alone=True, disk_full=True)
+    assert (one.given_up, one.starts) == ("", 7)
+    ended(one).release()
+
+
+@pytest.mark.parametrize(
+    ("code", "lived_s", "delays_s"),
+    [
+        (1, 30.0, [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
+        (1, 100.0, [0.0] * 8),  # a long life ends the row
+        (3, 30.0, [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]),  # an eviction, after which the others wait for it again
+        (3, 100.0, [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]),
+        (3, 700.0, [5.0] * 8),
+    ],
+)
+def test_restarts_back_off_and_start_anew_after_a_long_life(tmp_path, code, lived_s, delays_s):
+    one = child(tmp_path, f"raise SystemExit({code})")
+    one.start()
+    ended(one).release()
+    for longest_s in delays_s:
+        now_s = time.monotonic()
+        one.started_s = now_s - lived_s
+        one.plan_restart(alone=True)
+        assert longest_s / 2 <= one.restart_s - now_s <= longest_s + 1.0
+        assert one.restart_s - now_s <= longest_s + (time.monotonic() - now_s)
 
 
 def supervisor_of(folder, log=print):
@@ -130,6 +186,150 @@ def supervised(tmp_path, *programs, finished=True):
         for number, program in enumerate(programs)
     ]
     return supervisor, logged
+
+
+def until(condition):
+    deadline_s = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def running(supervisor):
+    """A thread that supervises, and ends when the islands do."""
+    thread = threading.Thread(target=supervisor.run, daemon=True)
+    thread.start()
+    return thread
+
+
+WAITS = "import os, time\nwhile not os.path.exists({marker!r}): time.sleep(0.01)"
+FAILS_ONCE = """
+import os, sys, time
+if not os.path.exists({seen!r}):
+    open({seen!r}, "w").close()
+    print({says!r}, flush=True)
+    {ends}
+"""
+
+
+@pytest.mark.parametrize(
+    ("says", "ends", "shown"),
+    [
+        ("error: my card is broken.", "sys.exit(1)", "(exit code 1) and is restarted: my card is broken"),
+        ("one\\n\\ntwo\\nthree\\nfour", "sys.exit(7)", "(exit code 7) and is restarted: two | three | four"),
+        ("nothing of interest", "os.abort()", "(by SIGABRT) and is restarted"),
+    ],
+)
+def test_the_supervisor_prints_why_a_process_died(tmp_path, says, ends, shown):
+    says = says.replace("\\n", "\n")
+    supervisor, logged = supervised(tmp_path, FAILS_ONCE.format(seen=str(tmp_path / "seen"), says=says, ends=ends))
+    supervisor.run()
+    assert logged == [f"island-0000 has died {shown}"]
+    kept = (tmp_path / "logs" / "supervisor.log").read_text()
+    assert datetime.fromisoformat(kept.partition(" ")[0]).utcoffset() is not None
+    assert kept.partition(" ")[2] == f"island-0000 has died {shown}\n"
+
+
+def test_a_warning_of_an_island_is_shown_once_and_not_that_of_an_earlier_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "_LOOK_S", 0.0)
+    marker = tmp_path / "done"
+    says = "print('2026-01-01T00:00:00 warning: round', {}, 'is not in the event log yet', flush=True)"
+    program = "\n".join(["import time", *(says.format(number) for number in (4, 5)), WAITS.format(marker=str(marker))])
+    supervisor, logged = supervised(tmp_path, program)
+    supervisor.islands[0].log.write_text("2026-01-01T00:00:00 warning: of long ago\n")
+    thread = running(supervisor)
+    until(lambda: logged)
+    until(lambda: supervisor.islands[0].read_bytes == supervisor.islands[0].log.stat().st_size)
+    marker.touch()
+    thread.join(30.0)
+    assert logged == ["island-0000: round 4 is not in the event log yet"]
+
+
+SERVER = """
+import http.server, sys
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_error(404)
+    def log_message(self, *given):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+def test_a_rendezvous_that_is_stopped_is_replaced_on_its_ports(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "_PROBE_S", 0.1)
+    monkeypatch.setattr(supervisor_module, "RendezvousHealth", partial(RendezvousHealth, limit_s=0.5))
+    marker = tmp_path / "done"
+    supervisor, logged = supervised(tmp_path, WAITS.format(marker=str(marker)))
+    registry = open_store(HOST, int(supervisor.address.rpartition(":")[2]))
+    port = supervisor._lighthouse.rpartition(":")[2]
+    supervisor.rendezvous = one = Child("lighthouse", [sys.executable, "-c", SERVER, port], tmp_path / "lighthouse.log")
+    thread = running(supervisor)
+    until(lambda: one.starts == 1 and supervisor.health._answered)
+    first = one.process.pid
+    os.kill(first, signal.SIGSTOP)
+    until(lambda: one.starts == 2 and supervisor.health._answered)
+    assert one.process.pid != first
+    assert not supervisor.health.hangs
+    marker.touch()
+    thread.join(30.0)
+    assert logged == ["lighthouse does not answer, and is replaced", "lighthouse has died (by SIGKILL) and is restarted"], registry
+
+
+@pytest.mark.slow
+def test_a_stopped_lighthouse_of_torchft_is_replaced(tmp_path):
+    pytest.importorskip("torchft")
+    marker = tmp_path / "done"
+    supervisor, logged = supervised(tmp_path, WAITS.format(marker=str(marker)))
+    info = tmp_path / "join_info.json"
+    command = [sys.executable, "-m", "atoll", "rendezvous", str(info), supervisor.address]
+    supervisor.rendezvous = one = Child("lighthouse", command, tmp_path / "lighthouse.log")
+    thread = running(supervisor)
+    until(lambda: one.starts == 1 and supervisor.health._answered)
+    os.kill(one.process.pid, signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    until(lambda: one.starts == 2)
+    assert time.monotonic() - stopped_s < 15.0
+    until(lambda: supervisor.health._answered)
+    assert RegistryClient(supervisor.address).join_info() == info.read_text()
+    marker.touch()
+    thread.join(30.0)
+    assert logged[0] == "lighthouse does not answer, and is replaced"
+
+
+def test_a_rendezvous_that_never_answered_is_not_taken_for_hung_and_its_successor_is():
+    health = RendezvousHealth(f"{HOST}:{free_port(HOST)}", f"{HOST}:1", start_s=0.0)
+    assert not health.hangs
+    health._probe()
+    assert not health.hangs
+    health._reachable = True
+    assert health.hangs
+    health.close()
+
+
+NEEDS_ROOM = """
+import sys, traceback
+try:
+    with open({path!r}, "wb", buffering=0) as file:
+        file.write(bytes(8192))
+except OSError as error:
+    sys.exit(1)
+"""
+
+
+def test_on_a_full_disk_no_island_is_given_up_and_the_run_finishes_when_there_is_room(small_disk, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "BACKOFF", Backoff(0.0, 0.05, 0.1, 60.0))
+    supervisor, logged = supervised(small_disk.path, NEEDS_ROOM.format(path=str(small_disk.path / "result")))
+    small_disk.fill()
+    thread = running(supervisor)
+    until(lambda: supervisor.islands[0].starts > 6)
+    small_disk.free()
+    thread.join(30.0)
+    assert supervisor.islands[0].exit_code == 0
+    where = re.escape(str(small_disk.path))
+    full = f"the disk of {where} is full \\(0 B free, No space left on device\\): no checkpoint.*Free space there"
+    assert any(re.match(full, text) for text in logged), logged
+    assert any(re.match(f"island-0000 has died \\(exit code 1\\) and is restarted.*: {full}", text) for text in logged), logged
 
 
 REFUSES = "print('error: my card is broken.'); raise SystemExit(2)"

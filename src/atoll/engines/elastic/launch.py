@@ -10,9 +10,8 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from atoll.core.config.type_checks import shown_text
-from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
+from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed, is_disk_full
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm
 from atoll.engines.elastic.island import Interpose, IslandProcess
@@ -31,7 +30,7 @@ from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, free_po
 from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
 from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
-from atoll.engines.liveness import exit_with
+from atoll.engines.liveness import exit_with, write_log_line
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import read_spec, with_settings, write_spec
 from atoll.runs.validation import check_devices_share_batch
@@ -149,11 +148,11 @@ def run_island(
             stack.push(lambda kind, error, trace: island.close(wait=kind is None))
             island.run()
     except NoState as error:  # another island may have the state that this one could not read
-        exit_with(error, code=STATELESS)
+        exit_with(error, sys.stderr, code=STATELESS)
     except CheckpointError as error:  # in the middle of the run: the supervisor restarts the island
-        exit_with(error, code=1)
+        exit_with(error, sys.stderr, code=1)
     except BaseException as error:
-        exit_with(error)
+        exit_with(error, sys.stderr, code=1 if is_disk_full(error) else None)
     sys.stdout.flush()
     os._exit(0)  # threads of the communication may still wait for a peer
 
@@ -165,7 +164,7 @@ def run_rendezvous(join_info: Path, address: str) -> NoReturn:
     try:
         rendezvous = Rendezvous(info, address)
     except BaseException as error:
-        exit_with(error)
+        exit_with(error, sys.stderr)
     try:
         while True:
             signal.pause()
@@ -211,8 +210,7 @@ def end_with_supervisor() -> None:
 
 
 def log(text: str) -> None:
-    with suppress(OSError):  # a log that cannot be written ends nothing
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)  # noqa: T201, the supervisor redirects it
+    write_log_line(sys.stderr, text)  # the supervisor redirects it
 
 
 def _host_towards(address: str) -> str:

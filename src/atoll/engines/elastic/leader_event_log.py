@@ -1,8 +1,8 @@
 """The run's event log, which the leader of each commit writes; the leader also evaluates, saves checkpoints and finishes the run.
 
 The leader is the first participant of a commit that has the run's folder. Every island remembers recent commits, so when a leader
-dies, the next one continues where the log ends. It truncates the log after the last valid commit and takes the write lease; the old
-leader's writes then go to a file that no process reads.
+dies, the next one continues where the log ends. It takes the write lease and truncates the log after the last valid commit; the old
+leader's writes then fail. It reads the end of the log alone, since the log of a long run has hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import secrets
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from atoll.core import events as ev
-from atoll.core.errors import CheckpointError
+from atoll.core.errors import AtollError, CheckpointError, is_disk_full
 from atoll.core.verified_files import replacing
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
@@ -27,17 +31,24 @@ from atoll.engines.run_lifecycle import RunResults
 from atoll.engines.training_setup import passed_multiple
 from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
-from atoll.telemetry.event_log import E, JsonlSink, read_kind
+from atoll.telemetry.event_log import E, JsonlSink, explained, read_backwards, read_events, unix_time_s
 
 _REMEMBERED_COMMITS = 512
 """How far the event log can lag behind."""
 _OPENED = StateVersion(0, 1 << 31)
 """The last version of a log that has events and no commit: round 0, whatever its epoch."""
-_BETWEEN_COMMITS = (ev.Evaluated.__name__, ev.Saved.__name__, ev.SaveFailed.__name__)
+_BETWEEN_COMMITS = (ev.Evaluated.__name__, ev.Saved.__name__, ev.SaveFailed.__name__, ev.LogDamaged.__name__)
 _BEFORE_COMMITS = (ev.RunStarted.__name__, ev.WarmStartFinished.__name__, ev.IslandJoined.__name__)
 """Events outside of commits. A commit's own events end with Attended."""
 _RETRY_S = 2.0
 """Between two attempts to finish the run."""
+_LOCK_LIMIT_S, _LOCK_POLL_S = 2.0, 0.01
+"""A process that locks the log for longer is frozen."""
+_COPIED_BYTES = 1 << 20
+
+
+WARNING = "warning: "
+"""How a line of an island's log begins that the supervisor shows on its console."""
 
 
 class RunAlreadyFinished(Exception):
@@ -86,7 +97,8 @@ class CommitLog:
     def append(self, record: CommitRecord, written: StateVersion) -> None:
         """Remember a commit, whose participants reported that the event log goes up to `written`."""
         self._written = max(self._written, written)
-        self._records.append(record)
+        # A later leader may write the events long after they happened.
+        self._records.append(record._replace(events=[replace(event, unix_time_s=unix_time_s()) for event in record.events]))
 
     def lines(self, version: StateVersion) -> list[str]:
         return [line for record in self._records if record.version == version for line in record.lines()]
@@ -107,77 +119,165 @@ class CommitLog:
 
 
 class LeaseLost(CheckpointError):
-    """Another island has taken the write lease, or has written the event log while this one took it."""
+    """Another island has taken the write lease."""
 
 
 class EventLogLease(JsonlSink):
-    """The event log with the right to write it. A copy of its first `keep_bytes` replaces the file, so an old leader that wakes
-    from a freeze writes to a file that no process reads.
+    """The event log with the right to write it.
+
+    A new holder replaces the file `events.lease`, and truncates the log in place. A holder locks the log for every line, and writes
+    only if `events.lease` is still its own, so an old leader that wakes from a freeze writes nothing. If a process froze while it
+    held the lock, the new holder replaces the log by a copy, which the frozen process does not have open.
+
+    Args:
+        path: the log.
+        keep_bytes: returns how many bytes of the log stay. It is called when no other process writes.
 
     Raises:
-        CheckpointError: the log cannot be written. It is untouched.
-        LeaseLost: its `file_identity` is not `seen` any more. It is untouched.
+        CheckpointError: the log cannot be written.
+        LeaseLost: another island has taken the lease meanwhile.
     """
 
-    def __init__(self, path: Path, keep_bytes: int, seen: tuple[int, int] | None = None) -> None:
+    def __init__(self, path: Path, keep_bytes: Callable[[], int]) -> None:
+        self.path, self._mark_path = path, path.with_name("events.lease")
         with ExitStack() as failing:
-            with replacing(path, CheckpointError) as file:
-                file.write(path.read_bytes()[:keep_bytes] if keep_bytes else b"")
-                file.flush()
-                # Opened under its temporary name: another island may replace the log at any moment.
-                super().__init__(file.name, append_at=keep_bytes)
-                failing.callback(self.close)
-                self.position()  # syncing takes a while, and the log must still be as it was seen when the copy replaces it
-                if seen is not None and file_identity(path) != seen:
-                    raise LeaseLost(f"another island has written {path} while this one took the write lease.")
-                self._inode = os.fstat(file.fileno()).st_ino
+            self._mark = _replace_mark(self._mark_path)
+            failing.callback(self._mark.close)
+            with explained("open", path), path.open("ab") as log:
+                if _lock(log):
+                    self.check()
+                    super().__init__(path, append_at=keep_bytes(), dated=True)
+                else:
+                    self._replace_by_copy(path, keep_bytes())
             failing.pop_all()
+
+    def _replace_by_copy(self, path: Path, keep_bytes: int) -> None:
+        with replacing(path, CheckpointError) as copy, path.open("rb") as log:
+            left = keep_bytes
+            while left and (block := log.read(min(left, _COPIED_BYTES))):
+                copy.write(block)
+                left -= len(block)
+            copy.flush()
+            # Opened under its temporary name: another island may replace the log at any moment.
+            super().__init__(copy.name, append_at=keep_bytes, dated=True)
+            self.check()
         self.path = path
+
+    def emit(self, event: ev.Event) -> None:
+        with self._locked():
+            super().emit(event)
+
+    def position(self) -> int:
+        with self._locked():
+            return super().position()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.check()
+        if not _lock(self._file):
+            raise CheckpointError(f"a process that does not respond has locked {self.path}.")
+        try:
+            self.check()
+            yield
+        finally:
+            with suppress(OSError, ValueError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _check_repair(self) -> None:
+        self.check()  # another holder's copy is no damage
 
     @property
     def is_held(self) -> bool:
         """Whether no other island has taken the lease since."""
-        return file_identity(self.path)[0] == self._inode
+        try:
+            return os.path.samestat(os.fstat(self._mark.fileno()), self._mark_path.stat())
+        except (OSError, ValueError):
+            return False
 
     def check(self) -> None:
         if not self.is_held:
             raise LeaseLost(f"another island has taken the write lease of {self.path}.")
 
     def close(self) -> None:
-        with suppress(CheckpointError):
-            super().close()
+        """Closes the log. What a full disk did not take is not written any more: the next holder writes it."""
+        self._unwritten = b""
+        super().close()
+        self._mark.close()
 
 
-def file_identity(path: Path) -> tuple[int, int]:
-    """The inode and the size of a file, which change with every write; zeros if it does not exist."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return 0, 0
-    return found.st_ino, found.st_size
+def _replace_mark(path: Path) -> IO[bytes]:
+    """A new file of this name, open: while it is open, no other file gets its inode."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
+    with explained("write", path):
+        file = unfinished.open("xb")
+        try:
+            os.replace(unfinished, path)
+        except OSError:
+            file.close()
+            unfinished.unlink()
+            raise
+    return file
 
 
-def committed_prefix(path: Path, epochs: Mapping[int, int]) -> tuple[int, StateVersion]:
-    """How many bytes of an event log belong to valid commits, and the last of these: a leader that died may have written a commit
-    that no other island has, or part of one. `epochs` are those of the valid commits, by round. Earlier rounds are valid; without
-    any epoch nothing in the log is."""
-    at, last, end, first = 0, NO_VERSION, 0, min(epochs, default=0)
-    for line in path.read_bytes().splitlines(keepends=True) if epochs and path.exists() else ():
-        end += len(line)
-        name = line[: line.find(b",")].decode(errors="replace").removeprefix('{"event": ').strip('"')
-        if not line.endswith(b"\n"):
-            break
-        if name == ev.Attended.__name__:
-            attended = json.loads(line)
-            found = StateVersion(attended["round"], attended["epoch"])
-            if found.round >= first and epochs.get(found.round) != found.epoch:
+def _lock(file: IO[bytes]) -> bool:
+    """Lock the file, unless another process holds its lock for too long: a writer holds it for one line, a new leader for the time
+    that it takes to read the end of the log."""
+    deadline_s = time.monotonic() + _LOCK_LIMIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                return False
+        except OSError:  # a file system without locks: `events.lease` alone protects the log
+            return True
+        time.sleep(_LOCK_POLL_S)
+
+
+class CommittedPrefix(NamedTuple):
+    """How many bytes of an event log belong to valid commits, the last of these, and the number of damaged lines near the end that
+    the log does not report."""
+
+    num_bytes: int
+    last: StateVersion
+    damaged: int
+
+
+def committed_prefix(path: Path, epochs: Mapping[int, int]) -> CommittedPrefix:
+    """The valid part of an event log: a leader that died may have written a commit that no other island has, or part of one.
+    `epochs` are those of the valid commits, by round. Earlier rounds are valid, and only what follows them is read; without any
+    epoch nothing in the log is valid."""
+    if not epochs or not path.exists():
+        return CommittedPrefix(0, NO_VERSION, 0)
+    first = min(epochs)
+    start = next((at for at, attended in read_backwards(path, ev.Attended) if attended.round < first), 0)
+    at, last, end, damaged = start, NO_VERSION, start, 0
+    with explained("read", path), path.open("rb") as log:
+        log.seek(start)
+        for line in log:
+            end += len(line)
+            if not line.endswith(b"\n"):
                 break
-            at, last = end, found
-        elif name in _BETWEEN_COMMITS:
-            at = end
-        elif name in _BEFORE_COMMITS and last <= _OPENED:
-            at, last = end, _OPENED
-    return at, last
+            found = re.match(rb'\0*\{"event": "(\w+)"', line)
+            name = found[1].decode() if found is not None and line.endswith(b"}\n") else ""
+            if name == ev.Attended.__name__:
+                try:
+                    attended = json.loads(line.lstrip(b"\0"))
+                    version = StateVersion(int(attended["round"]), int(attended["epoch"]))
+                except (ValueError, TypeError, KeyError):
+                    damaged += 1
+                    continue
+                if version.round >= first and epochs.get(version.round) != version.epoch:
+                    break
+                at, last = end, version
+            elif name in _BETWEEN_COMMITS:
+                at, damaged = end, 0 if name == ev.LogDamaged.__name__ else damaged
+            elif name in _BEFORE_COMMITS and last <= _OPENED:
+                at, last = end, _OPENED
+            elif not name:
+                damaged += 1
+    return CommittedPrefix(at, last, damaged)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the leader
@@ -216,11 +316,15 @@ class LeaderLog:
             return
         try:
             self._write(engine, committed)
+        except LeaseLost as error:  # the lease stays, as lost: `_up_to_date` takes none from a holder that is ahead
+            if committed.opening:
+                raise
+            self._log(f"{WARNING}round {engine.version.round} is not in the event log yet: {error}")
         except CheckpointError as error:
             if committed.opening:
                 raise
             # The commit is valid whether it is logged or not, and is remembered: the next leader continues where the log ends.
-            self._log(f"not written: {error}")
+            self._log(f"{WARNING}round {engine.version.round} is not in the event log yet: {error}")
             self.release()
 
     def _write(self, engine: ElasticEngine, committed: CommittedRound) -> None:
@@ -271,8 +375,8 @@ class LeaderLog:
         if (self.lease is None or not self.lease.is_held) and self.is_finished:
             raise RunAlreadyFinished
         if self.lease is not None and not self.lease.is_held:
-            written = [StateVersion(one.round, one.epoch) for one in self._logged(ev.Attended)]
-            if max(written, default=NO_VERSION) < engine.version:
+            last = self._last_logged(ev.Attended)
+            if last is None or StateVersion(last.round, last.epoch) < engine.version:
                 self.release()  # the holder is behind. From a holder that is ahead this island, frozen meanwhile, takes nothing
         taken_over = self.lease is None
         self.lease = self.lease or self._take_over(engine)
@@ -294,36 +398,60 @@ class LeaderLog:
             return self._take_lease()
 
     def _take_lease(self) -> EventLogLease:
-        epochs, seen = self._commit_log.epochs, file_identity(self.folder.events)
-        keep_bytes, self._written = committed_prefix(self.folder.events, epochs)
-        missing = range(max(self._written.round, 0) + 1, min(epochs, default=0))
-        if missing:
-            self._log(f"rounds {missing[0]} to {missing[-1]} are missing in the event log, and no island remembers them")
-        lease = EventLogLease(self.folder.events, keep_bytes, seen)
-        self._steps = max((event.steps for event in self._logged(ev.RoundFinished)), default=0)
-        self._evaluated_at = max((event.steps for event in self._logged(ev.Evaluated)), default=0)
+        epochs, found = self._commit_log.epochs, CommittedPrefix(0, NO_VERSION, 0)
+
+        def keep_bytes() -> int:
+            nonlocal found
+            found = committed_prefix(self.folder.events, epochs)
+            return found.num_bytes
+
+        lease = EventLogLease(self.folder.events, keep_bytes)
+        try:
+            self._continue(lease, found)
+        except BaseException:
+            lease.close()
+            raise
+        self._written = found.last
+        return lease
+
+    def _continue(self, lease: EventLogLease, found: CommittedPrefix) -> None:
+        """Read how far the run was, and report lines that the log lacks."""
+        finished, evaluated = self._last_logged(ev.RoundFinished), self._last_logged(ev.Evaluated)
+        self._steps = finished.steps if finished is not None else 0
+        self._evaluated_at = evaluated.steps if evaluated is not None else 0
         self._saved_at = 0
         with suppress(CheckpointError):  # if the newest checkpoint is damaged, a new one is due
             newest = self.checkpoints.newest()
             self._saved_at = newest.metadata.get("steps", 0) if newest is not None else 0
-        if not keep_bytes:
+        if not lease.has_beginning:
             self._results.begin(lease)
             self._results.warm_started(self._warm, lease)
-        return lease
+        missing = range(max(found.last.round, 0) + 1, min(self._commit_log.epochs, default=0))
+        damages = [f"rounds {missing[0]} to {missing[-1]} are missing, and no island remembers them"] if missing else []
+        damages += [f"{found.damaged} of its last lines cannot be read"] if found.damaged else []
+        for what in damages:
+            self._log(f"the event log is damaged: {what}")
+            lease.emit(ev.LogDamaged(what=what))
 
-    def _logged(self, kind: type[E]) -> list[E]:
-        return read_kind(self.folder.path, kind) if self.folder.events.exists() else []
+    def _last_logged(self, kind: type[E]) -> E | None:
+        if not self.folder.events.exists():
+            return None
+        return next((event for _, event in read_backwards(self.folder.events, kind)), None)
 
     @property
     def has_begun(self) -> bool:
         """Whether the event log has a round, valid or not."""
-        return bool(self._logged(ev.RoundFinished))
+        log = self.folder.events
+        return log.exists() and next(read_events(log, kinds=(ev.RoundFinished,)), None) is not None
 
     def _find_void_checkpoints(self, reached: StateVersion) -> list[int]:
         """The rounds of checkpoints whose commits were repeated, as the event log shows, or lie ahead."""
-        epochs = {one.round: one.epoch for one in self._logged(ev.Attended)}
-        found = []
-        for number in self.checkpoints.rounds():
+        rounds, epochs, found = self.checkpoints.rounds(), dict[int, int](), []
+        for _, one in read_backwards(self.folder.events, ev.Attended) if rounds else ():
+            epochs.setdefault(one.round, one.epoch)
+            if one.round <= min(rounds):
+                break
+        for number in rounds:
             with suppress(CheckpointError):  # a damaged checkpoint is left for a person to look at
                 _, epoch = self.checkpoints.at(number).metadata["engine"]["version"]
                 if number > reached.round or epochs.get(number, epoch) != epoch:
@@ -349,22 +477,37 @@ class LeaderLog:
         return self.folder.final.exists() and self.folder.finished
 
     def finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None, limit_s: float) -> None:
-        """Write the results of the run, unless another island has. Retry for `limit_s` if the disk is full. `checkpoint` is the one
-        that this island continued from."""
+        """Write the results of the run, unless another island has. Retry for `limit_s`, and while the disk is full without a limit,
+        since this process may hold the only copy of the last state. `checkpoint` is the one that this island continued from."""
 
         def failed(error: Exception) -> None:
-            self._log(f"not finished, and tried again: {error}")
+            self._log(f"{WARNING}the run is not finished, and {engine.name} tries again: {error}")
 
         with log_while_waiting(self._log, "finishing the run, or waiting for another island that does"):
-            retry(lambda: self._finish(engine, checkpoint), CheckpointError, limit_s, _RETRY_S, failed)
+            while True:
+                try:
+                    retry(lambda: self._finish(engine, checkpoint), CheckpointError, limit_s, _RETRY_S, failed)
+                    return
+                except CheckpointError as error:
+                    if not is_disk_full(error):
+                        raise
+                    failed(error)
+                    time.sleep(_RETRY_S)
 
     def _finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
-        with open(self.folder.path / "finish.lock", "w", encoding="utf-8") as lock:
+        path = self.folder.path / "finish.lock"
+        with explained("write", path):
+            lock = open(path, "w", encoding="utf-8")  # noqa: SIM115, closed below
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self.is_finished:
                 return
             try:
                 self._write_results(engine, checkpoint)
+            except AtollError as error:
+                if isinstance(error, CheckpointError) or not is_disk_full(error):
+                    raise
+                raise CheckpointError(str(error)) from error
             finally:
                 self.release()
 

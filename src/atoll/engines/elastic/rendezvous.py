@@ -12,8 +12,7 @@ import math
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -32,7 +31,7 @@ HEARTBEAT_S = 0.5
 UNREGISTERED_S = 3.0
 """An island without a heartbeat for so long counts as dead."""
 FORGOTTEN_S = 60.0
-"""An island without a heartbeat for so long is not read any more until it registers anew."""
+"""An island without a heartbeat for so long is removed from the registry until it registers anew."""
 LIGHTHOUSE_TICK_S = 0.02
 _JOIN_INFO, _NAMES = "join_info", "names"
 _REQUEST_LIMIT_S = 5.0
@@ -109,9 +108,22 @@ class RegistryClient:
                 self._registered.add(name)
 
     def names(self) -> list[str]:
-        """Every name that ever registered, once per registration."""
+        """The names that have registered and were not pruned, once per registration."""
         with self._connected() as store:
-            return store.get(_NAMES).decode().split() if store.check([_NAMES]) else []
+            names = store.get(_NAMES).decode().split() if store.check([_NAMES]) else []
+        self._registered.intersection_update(names)  # another island may have pruned one that lives
+        return names
+
+    def prune(self, names: Sequence[str], dead: Collection[str]) -> bool:
+        """Remove repeated and dead names, unless the registry has others than `names` by now. Returns whether it did so."""
+        kept = [name for name in dict.fromkeys(names) if name not in dead]
+        before, after = ("".join(f"{name}\n" for name in some) for some in (names, kept))
+        with self._connected() as store:
+            return bool(store.compare_set(_NAMES, before, after).decode() == after)
+
+    def delete_status(self, name: str) -> None:
+        with self._connected() as store:
+            store.delete_key(_key(name))
 
     def statuses(self, names: Collection[str]) -> dict[str, IslandStatus]:
         """What these islands registered last, in one request."""
@@ -132,8 +144,10 @@ class Registry:
         self._refreshing = threading.Lock()
         self._detector: FailureDetector[str] = FailureDetector(UNREGISTERED_S)
         self._statuses: dict[str, IslandStatus] = {}
-        self._forgotten: dict[str, int] = {}
-        """Islands that were silent for too long, and how often each had registered by then."""
+        self._seen: set[str] = set()
+        """The names at the last refresh."""
+        self._pruned_s: dict[str, float] = {}
+        """When this island pruned the names of others whose statuses it has not deleted yet."""
         self.reachable_since_s = math.inf
         """Since when every request to the registry has succeeded; infinity if the last one failed."""
         self.refresh()
@@ -145,21 +159,39 @@ class Registry:
             self._status.heartbeat += 1
             try:
                 self._client.register(self._status)
-                registered = Counter(self._client.names())
-                self._statuses = self._client.statuses([n for n in registered if self._forgotten.get(n) != registered[n]])
-                self._note_heartbeats(registered)
+                names = self._client.names()
+                self._statuses = self._client.statuses([*dict.fromkeys(names)])
+                dead = self._note_heartbeats(names)
+                self._prune(names, dead)
             except ExchangeFailed:
                 self.reachable_since_s = math.inf
             else:
                 self.reachable_since_s = min(self.reachable_since_s, time.monotonic())
 
-    def _note_heartbeats(self, registered: Mapping[str, int]) -> None:
-        now_s = time.monotonic()
-        for name, status in self._statuses.items():
-            self._detector.observe(name, status.heartbeat, now_s)
+    def _note_heartbeats(self, names: Collection[str]) -> set[str]:
+        """Returns the registered islands that have been silent for so long that no island needs their status."""
+        now_s, dead = time.monotonic(), set[str]()
+        for name in self._seen.difference(names):
+            self._detector.forget(name)
+        self._seen = {*names}
+        for name in self._seen:
+            # A name without a status counts as silent too: its island died between two requests.
+            status = self._statuses.get(name)
+            self._detector.observe(name, None if status is None else status.heartbeat, now_s)
             if now_s - self._detector.heard_s(name) > FORGOTTEN_S:
-                self._forgotten[name] = registered[name]
-                self._detector.forget(name)
+                dead.add(name)
+        return dead
+
+    def _prune(self, names: Sequence[str], dead: Collection[str]) -> None:
+        """Keep the registry as small as the run: every island reads all of it twice a second. The status of a pruned island is
+        deleted later, since a reader that has its name would wait for it."""
+        now_s = time.monotonic()
+        if (dead or len(names) > len(set(names))) and self._client.prune(names, dead):
+            self._pruned_s.update(dict.fromkeys(dead, now_s))
+        for name in [name for name, pruned_s in self._pruned_s.items() if now_s - pruned_s > UNREGISTERED_S]:
+            del self._pruned_s[name]
+            if name not in names:
+                self._client.delete_status(name)
 
     def alive(self) -> dict[str, IslandStatus]:
         """The statuses of all islands with a recent heartbeat, this one included."""

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +29,7 @@ from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
 from atoll.engines.checkpoints import Checkpoint
-from atoll.engines.liveness import ExchangeTimeout, exit_with, recorded_exit_reason
+from atoll.engines.liveness import ExchangeTimeout, exit_with, recorded_exit_reason, rotate_log, write_log_line
 from atoll.engines.point_to_point import first_sentence
 from atoll.engines.processes.engine import ProcessEngine, ProcessSetup
 from atoll.engines.processes.fsdp import ShardedModel
@@ -111,12 +110,13 @@ def open_rank_log(folder: Path, rank: int) -> Iterator[Callable[[str], object]]:
     writes why and exits at once."""
     path = rank_log_path(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
+    rotate_log(path)
     with open(path, "a", encoding="utf-8") as file:
         console = {number: os.dup(number) for number in (1, 2)} if rank != 0 else {}
         for number in console:
             os.dup2(file.fileno(), number)
         try:
-            yield lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=file, flush=True)
+            yield lambda text: write_log_line(file, text)
         except BaseException as error:
             exit_with(error, file)
         finally:

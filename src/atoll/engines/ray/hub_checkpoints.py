@@ -9,7 +9,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Lock
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ from atoll.core import events as ev
 from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import load_tree
-from atoll.core.verified_files import open_to_append
 from atoll.engines.checkpoints import Checkpoints
+from atoll.engines.liveness import append_log_line
 from atoll.engines.ray.hub_state import HubState
 from atoll.engines.ray.messages import HubProcessSpec, LostRounds
 from atoll.engines.round_record import WallClock
@@ -36,11 +35,7 @@ _POLL_S = 0.2
 
 def log_line(folder: Path, text: str) -> None:
     """Appends a line to the hub's text log in the run's folder."""
-    path = folder / "logs" / _HUB_LOG
-    with suppress(OSError):  # a full disk does not end the run
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open_to_append(path) as file:
-            file.write(f"{time.strftime('%H:%M:%S')} {text}\n".encode())
+    append_log_line(folder / "logs" / _HUB_LOG, text)
 
 
 def lock_folder(folder: Path, log: Callable[[str], object], timeout_s: float = math.inf) -> int:
@@ -118,9 +113,9 @@ def recover(spec: HubProcessSpec, epoch: int) -> RecoveredHub:
     if not same_session:  # the log was truncated at the start of this session, and the spec says what was lost then
         lost = LostRounds(lost.rounds + spec.lost.rounds, lost.local_updates + spec.lost.local_updates)
     log = (
-        JsonlSink(folder.events, append_at=after, digested=True)
+        JsonlSink(folder.events, append_at=after, dated=True, digested=True)
         if saved is None
-        else JsonlSink.at_record(folder.events, saved.metadata)
+        else JsonlSink.at_record(folder.events, saved.metadata, dated=True)
     )
     outbox, clock = EventOutbox(log), WallClock()
     state = HubState(spec.run, spec.engine, load_tree(spec.folder / INITIAL_WEIGHTS), spec.examples, epoch=epoch, sink=outbox)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task, Workload
 from atoll.engines.accounting import ComputeSpan
+from atoll.engines.liveness import append_log_line, write_log_line
 from atoll.engines.ray import bootstrap, messages as msg
 from atoll.engines.ray.client import HubClient
 from atoll.engines.ray.spec import Ray, further_devices
@@ -81,12 +80,11 @@ class WorkerProcess:
 
     def _log(self, text: str) -> None:
         """Appends a line to the worker's log in the run's folder, or to Ray's logs on a machine without that folder."""
-        line = f"{time.strftime('%H:%M:%S')} worker {self._spec.worker}: {text}"
+        line = f"worker {self._spec.worker}: {text}"
         if not self._spec.log.parent.is_dir():
-            sys.stdout.write(line + "\n")
+            write_log_line(sys.stdout, line)
             return
-        with suppress(OSError), open(self._spec.log, "a", encoding="utf-8") as file:  # a full disk does not end the worker
-            print(line, file=file)
+        append_log_line(self._spec.log, line)
 
     def work(self) -> int:
         """Works until the run is over. Returns the number of its rounds."""
