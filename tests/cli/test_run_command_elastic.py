@@ -103,7 +103,7 @@ def events(folder, kind):
 def test_a_joiner_says_how_long_it_looks_for_the_run(monkeypatch, capsys):
     asked = []
 
-    def fetch(address, timeout_s):
+    def fetch(address, timeout_s, run_id):
         asked.append(timeout_s)
         raise KeyboardInterrupt
 

@@ -139,7 +139,7 @@ class CommitProtocol:
         collectives = GroupCollectives(group, timeout_s=self._timeout.start(), names=quorum.names)
         collectives.sent_bytes, collectives.control_bytes = self._wasted_bytes
         self._status.exchanging = True
-        monitor = QuorumMonitor(quorum.others, group, self._scaled(SILENT_S))
+        monitor = QuorumMonitor(quorum.others, group, self._scaled(SILENT_S), self._membership.network)
         try:
             with monitor:
                 commit = self._exchange(collectives, monitor, quorum, proposal)
@@ -190,7 +190,7 @@ class CommitProtocol:
         """Query the peers that are not in the quorum: a restarted lighthouse may form a quorum of one while another island lives,
         and both would go on alone. If a peer is ahead, this island needs its state."""
         missing = {name: address for name, address in self.peers.items() if name not in present}
-        for name, status in query_islands(missing, self._scaled(QUERY_S)).items():
+        for name, status in query_islands(missing, self._scaled(QUERY_S), self._membership.network).items():
             if status.version > version:
                 raise StaleState(status.version, f"{name} holds {status.version}, and this island {version}")
             if status.version == version and time.monotonic() - began_s < self._patience_s:
@@ -202,7 +202,7 @@ class CommitProtocol:
             self._last_members, self._failures_in_a_row = quorum.members, 0
         began_s = time.monotonic()
         others = {member.name: member.address for member in quorum.others.values()}
-        answers = query_islands(others, self._scaled(QUERY_S))
+        answers = query_islands(others, self._scaled(QUERY_S), self._membership.network)
         took_s = time.monotonic() - began_s
         silent = [name for name in others if name not in answers]
         self._status.suspects |= set(silent)

@@ -7,23 +7,24 @@ rendezvous process dies and comes back on the same ports, islands register again
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from atoll.core.errors import ExchangeFailed
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
 from atoll.engines.elastic.snapshot_server import IslandStatus
-from atoll.engines.elastic.spec import JoinInfo
+from atoll.engines.elastic.spec import NAME, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import FailureDetector, Heartbeat
 
@@ -46,6 +47,19 @@ def free_port(host: str, wanted: int = 0) -> int:
         if not wanted:
             raise
         return free_port(host)
+
+
+def check_free(address: str) -> None:
+    """Refuse an address that this machine cannot listen on, such as one that another run has."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_server((host, int(port))).close()
+    except OSError as error:
+        in_use = error.errno == errno.EADDRINUSE
+        advice = "Stop the process that has it, or use another port" if in_use else "Use an address of this machine"
+        raise ConfigError(
+            f"engine.listen={address}: this machine cannot listen there: {error.strerror or error}. {advice}."
+        ) from error
 
 
 def open_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
@@ -88,6 +102,10 @@ class RegistryClient:
         self._port = int(port)
         self._store: TCPStore | None = None
         self._registered: set[str] = set()
+        self._stored: set[str] = set()
+        """Names whose entries exist: a store waits for one that does not."""
+        self.malformed: set[str] = set()
+        """Names whose entries are missing, or no island's status."""
 
     @contextmanager
     def _connected(self) -> Iterator[Any]:  # torch's stubs lack some of a store's methods
@@ -99,7 +117,7 @@ class RegistryClient:
                 self._store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
             yield self._store
         except (RuntimeError, OSError) as error:
-            self._store = None
+            self._store, self._stored = None, set()
             where = f"{self._host}:{self._port}"
             raise ExchangeFailed(f"no registry answers at {where}: {error}. Is the run's first machine still up?") from error
 
@@ -120,13 +138,21 @@ class RegistryClient:
     def names(self) -> list[str]:
         """Every name that ever registered, once per registration."""
         with self._connected() as store:
-            return store.get(_NAMES).decode().split() if store.check([_NAMES]) else []
+            return store.get(_NAMES).decode("utf-8", "replace").split() if store.check([_NAMES]) else []
 
     def statuses(self, names: Collection[str]) -> dict[str, IslandStatus]:
-        """What these islands registered last, in one request."""
+        """What these islands registered last, in one request. It leaves out names without a status."""
         with self._connected() as store:
-            found = map(IslandStatus.from_text, store.multi_get([*map(_key, names)]) if names else [])
-            return {name: status for name, status in zip(names, found, strict=True) if status is not None and status.name == name}
+            self._stored.update(
+                name for name in names if name not in self._stored and NAME.fullmatch(name) and store.check([_key(name)])
+            )
+            asked = [name for name in names if name in self._stored]
+            found = map(IslandStatus.from_text, store.multi_get([*map(_key, asked)]) if asked else [])
+            statuses = {
+                name: status for name, status in zip(asked, found, strict=True) if status is not None and status.name == name
+            }
+        self.malformed = {*names} - statuses.keys()
+        return statuses
 
 
 def _key(name: str) -> str:
@@ -136,8 +162,9 @@ def _key(name: str) -> str:
 class Registry:
     """Registers one island's status with each heartbeat, in a thread of its own, and knows which other islands are alive."""
 
-    def __init__(self, address: str, status: IslandStatus) -> None:
-        self._client, self._status = RegistryClient(address), status
+    def __init__(self, address: str, status: IslandStatus, log: Callable[[str], object] = lambda text: None) -> None:
+        self._client, self._status, self._log = RegistryClient(address), status, log
+        self._ignored: set[str] = set()
         self._refreshing = threading.Lock()
         self._detector: FailureDetector[str] = FailureDetector(UNREGISTERED_S)
         self._statuses: dict[str, IslandStatus] = {}
@@ -155,12 +182,20 @@ class Registry:
             try:
                 self._client.register(self._status)
                 registered = Counter(self._client.names())
-                self._statuses = self._client.statuses([n for n in registered if self._forgotten.get(n) != registered[n]])
+                found = self._client.statuses([n for n in registered if self._forgotten.get(n) != registered[n]])
+                self._statuses = {name: status for name, status in found.items() if status.run == self._status.run}
+                self._log_ignored({*self._client.malformed, *(found.keys() - self._statuses.keys())})
                 self._note_heartbeats(registered)
             except ExchangeFailed:
                 self.reachable_since_s = math.inf
             else:
                 self.reachable_since_s = min(self.reachable_since_s, time.monotonic())
+
+    def _log_ignored(self, names: set[str]) -> None:
+        if new := sorted(names - self._ignored):
+            shown = ", ".join(repr(name[:60]) for name in new[:5])
+            self._log(f"ignores {len(new)} entries of the registry that are of no island of this run: {shown}")
+        self._ignored |= names
 
     def _note_heartbeats(self, registered: Mapping[str, int]) -> None:
         now_s = time.monotonic()

@@ -1,8 +1,9 @@
 """An island's server for other islands: it answers status queries, and sends the last committed state while the island trains on.
 
 A status query is answered by one line of JSON. A snapshot is one line of JSON that describes the tensors, the tensors as they lie
-in memory, and their checksum. The receiver runs nothing that it receives. A snapshot that is being read keeps its buffers: the
-island asks `has_readers` before it reuses them.
+in memory, and their checksum. The receiver runs nothing that it receives, and takes memory only for tensors that it expects.
+Queries name the run; those of another run get no answer. A snapshot that is being read keeps its buffers: the island asks
+`has_readers` before it reuses them.
 """
 
 from __future__ import annotations
@@ -13,26 +14,30 @@ import socketserver
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from atoll.core.errors import ExchangeFailed
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 
 QUERY_S = 1.0
 """How long a status query may take."""
 SILENT_S = 6.0
 """An island that answers no query for so long is taken for dead."""
+MAX_CONNECTIONS, MAX_WITHOUT_QUERY = 512, 64
+"""Of one server. A further connection is closed; a further one without a query closes the oldest of these."""
+_FIRST_LINE_S = 5.0
 _CHUNK_BYTES = 1 << 20
-_HEADER_LIMIT_BYTES = 64 << 20
+_HEADER_LIMIT_BYTES, _STATUS_LIMIT_BYTES = 64 << 20, 1 << 20
 
 
 class IslandPhase(StrEnum):
@@ -54,6 +59,7 @@ class IslandStatus:
     confirmed: bool = True  # whether it took part in the commit of the state that it holds, or knows it to be the newest
     suspects: frozenset[str] = frozenset()  # islands that it could not exchange with since its last commit
     heartbeat: int = 0  # counts its registrations
+    run: str = ""  # the id of its run
 
     def to_json(self) -> dict[str, Any]:
         version = NO_VERSION if self.phase is IslandPhase.JOINING else self.version
@@ -67,7 +73,7 @@ class IslandStatus:
             if not isinstance(sent, dict) or {name: type(value) for name, value in sent.items()} != _STATUS_TYPES:
                 return None
             converted = {"phase": IslandPhase(sent["phase"]), "version": StateVersion.of(sent["version"])}
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return IslandStatus(**{**sent, **converted, "suspects": frozenset(map(str, sent["suspects"]))})
 
@@ -88,10 +94,47 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+class DirectNetwork:
+    """How one island reaches its run and the other islands, where each of them listens on an address that this one can dial.
+
+    Args:
+        host: of this machine, as other islands dial it.
+        registry, lighthouse: addresses of the run's servers.
+        run_id: with which queries and answers are marked; "" marks none.
+    """
+
+    def __init__(self, host: str, registry: str = "", lighthouse: str = "", run_id: str = "") -> None:
+        self.host, self.registry, self.lighthouse, self.run_id = host, registry, lighthouse, run_id
+
+    def address_of(self, port: int) -> str:
+        """What other islands dial to reach a port of this one."""
+        return f"{self.host}:{port}"
+
+    def is_trusted(self, address: str) -> bool:
+        """Whether connections to this address need neither authentication nor encryption."""
+        return True
+
+    def dial(self, address: str, limit_s: float) -> socket.socket:
+        """A connection to an island, whose operations time out after the limit. Raises OSError."""
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConnectionError(f"{address[:80]!r} is not HOST:PORT")
+        return socket.create_connection((host, int(port)), timeout=limit_s)
+
+    def serve(self, adopt: Callable[[socket.socket], object]) -> None:
+        """Pass connections on that reach this island by another way than its own port."""
+
+    def close(self) -> None:
+        pass
+
+
+_DIRECT = DirectNetwork("")
+
+
 class SnapshotServer:
     """Serves one island's status and its newest snapshot. A client that stops reading is dropped after `limit_s`."""
 
-    def __init__(self, host: str, status: Callable[[], Mapping[str, Any]] = dict, limit_s: float = 120.0) -> None:
+    def __init__(self, host: str, status: Callable[[], Mapping[str, Any]] = dict, limit_s: float = 120.0, run_id: str = "") -> None:
         self._snapshot: Snapshot | None = None
         self._published_s = 0.0
         self._lock = threading.Lock()
@@ -99,11 +142,15 @@ class SnapshotServer:
         server = self
 
         class Handler(socketserver.StreamRequestHandler):
-            timeout = limit_s
+            timeout = min(_FIRST_LINE_S, limit_s)
 
             def handle(self) -> None:
                 with suppress(OSError):  # the client has gone
-                    query = self.rfile.readline(64).strip()
+                    query, _, theirs = self.rfile.readline(64).strip().partition(b" ")
+                    server._server.has_query(self.request)
+                    self.connection.settimeout(limit_s)
+                    if theirs.decode("ascii", "replace") != run_id:
+                        return
                     if query == b"snapshot":
                         server._send(self.wfile.write)
                     elif query == b"status":
@@ -112,6 +159,14 @@ class SnapshotServer:
         self._server = _TcpServer((host, 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="snapshot server", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def adopt(self, connection: socket.socket) -> None:
+        """Serve a client that is connected in another way than to this server's port."""
+        self._server.process_request(connection, ("", 0))
 
     def publish(self, snapshot: Snapshot) -> None:
         """Send this snapshot to clients from now on."""
@@ -155,45 +210,81 @@ class _TcpServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 64
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._counting, self._open = threading.Lock(), 0
+        self._without_query: deque[Any] = deque()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._counting:
+            full = self._open >= MAX_CONNECTIONS
+            if not full:
+                self._open += 1
+                self._without_query.append(request)
+            if len(self._without_query) > MAX_WITHOUT_QUERY:
+                with suppress(OSError):
+                    socket.socket.shutdown(self._without_query.popleft(), socket.SHUT_RDWR)  # its thread ends
+        if full:
+            request.close()
+        else:
+            super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.has_query(request)
+            with self._counting:
+                self._open -= 1
+
+    def has_query(self, request: Any) -> None:
+        """This connection has sent its query, or has ended."""
+        with self._counting, suppress(ValueError):
+            self._without_query.remove(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a query that is none needs no traceback in the island's log
+
 
 @contextmanager
-def _request(address: str, query: bytes, limit_s: float) -> Iterator[Any]:
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=limit_s) as connection:
-        connection.sendall(query)
+def _request(network: DirectNetwork, address: str, query: str, limit_s: float) -> Iterator[Any]:
+    with network.dial(address, limit_s) as connection:
+        connection.sendall(f"{query} {network.run_id}".strip().encode() + b"\n")
         with connection.makefile("rb") as file:
             yield file
 
 
-def query_status(name: str, address: str, limit_s: float) -> IslandStatus | None:
+def query_status(name: str, address: str, limit_s: float, network: DirectNetwork = _DIRECT) -> IslandStatus | None:
     """The status of the island of this name at this address; None if it does not answer within the limit, or another process that
     has taken over its port does."""
     try:
-        with _request(address, b"status\n", limit_s) as file:
-            status = IslandStatus.from_text(file.readline(_HEADER_LIMIT_BYTES))
-    except OSError:
+        with _request(network, address, "status", limit_s) as file:
+            status = IslandStatus.from_text(file.readline(_STATUS_LIMIT_BYTES))
+    except (OSError, ConfigError):  # the gateway may refuse this island
         return None
-    return status if status is not None and status.name == name else None
+    return status if status is not None and (status.name, status.run) == (name, network.run_id) else None
 
 
-def query_islands(addresses: Mapping[str, str], limit_s: float) -> dict[str, IslandStatus]:
+def query_islands(addresses: Mapping[str, str], limit_s: float, network: DirectNetwork = _DIRECT) -> dict[str, IslandStatus]:
     """The status of each island that answers within the limit, by name. All are queried in parallel."""
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:
-        answers = pool.map(partial(query_status, limit_s=limit_s), addresses, addresses.values())
+        answers = pool.map(partial(query_status, limit_s=limit_s, network=network), addresses, addresses.values())
         return {name: status for name, status in zip(addresses, answers, strict=True) if status is not None}
 
 
-def fetch_snapshot(address: str, limit_s: float) -> Snapshot | None:
+def fetch_snapshot(
+    address: str, limit_s: float, network: DirectNetwork = _DIRECT, expected: Mapping[str, Tensor] | None = None
+) -> Snapshot | None:
     """The snapshot that the island at this address serves; None if it serves none. Raises ExchangeFailed if the island does not
-    answer, or the snapshot is damaged."""
+    answer, or the snapshot is damaged or has other tensors than those `expected`."""
     try:
-        with _request(address, b"snapshot\n", limit_s) as file:
-            return _receive(file)
-    except (OSError, EOFError, ValueError) as error:
+        with _request(network, address, "snapshot", limit_s) as file:
+            return _receive(file, expected)
+    except (OSError, EOFError, ValueError, TypeError, RecursionError, ConfigError) as error:
         raise ExchangeFailed(f"no snapshot could be fetched from {address}: {error}. Another island may have it.") from error
 
 
-def _receive(file: Any) -> Snapshot | None:
+def _receive(file: Any, expected: Mapping[str, Tensor] | None) -> Snapshot | None:
     line = file.readline(_HEADER_LIMIT_BYTES)
     if not line.endswith(b"\n"):
         raise EOFError("it ended in its first line")
@@ -202,16 +293,51 @@ def _receive(file: Any) -> Snapshot | None:
         raise ValueError("its first line is no JSON object")
     if "header" not in description:
         return None
+    kinds = {str(name): (_dtype(dtype), tuple(map(_length, shape))) for name, (dtype, shape) in description["tensors"].items()}
+    if expected is not None:
+        _check_kinds(kinds, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in expected.items()})
     tensors, checksum = {}, 0
-    for name, (dtype, shape) in description["tensors"].items():
-        tensor = tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+    for name, (dtype, shape) in kinds.items():
+        tensor = tensors[name] = torch.empty(shape, dtype=dtype)
         for chunk in _chunks(tensor):
             if file.readinto(chunk) < len(chunk):
                 raise EOFError("it ended in the middle")
             checksum = zlib.crc32(chunk, checksum)
     if file.readline(32).strip() != str(checksum).encode():
         raise ValueError("its checksum does not match")
-    return Snapshot(description["header"], tensors, description["age_s"])
+    return Snapshot(description["header"], tensors, float(description["age_s"]))
+
+
+_Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+
+
+def _check_kinds(given: Mapping[str, _Kind], expected: Mapping[str, _Kind]) -> None:
+    """Refuse tensors that this run's model and algorithm do not have, before memory is taken for them. A rule's state may grow by
+    tensors of the model's shapes."""
+    for name, kind in given.items():
+        if kind != expected[name] if name in expected else kind not in expected.values():
+            raise ValueError(f"its tensor {name[:80]!r} is {_text(kind)}, and this run has {_text(expected.get(name))}")
+    if missing := [name for name in expected if name not in given]:
+        raise ValueError(f"it lacks {', '.join(missing[:3])}")
+    if len(given) > 4 * len(expected):
+        raise ValueError(f"it has {len(given)} tensors, and this run {len(expected)}")
+
+
+def _text(kind: _Kind | None) -> str:
+    return "none of that name" if kind is None else f"{str(kind[0]).removeprefix('torch.')} of shape {kind[1]}"
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{str(name)[:40]!r} is no dtype")
+    return found
+
+
+def _length(given: Any) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise ValueError(f"{str(given)[:40]!r} is no length")
+    return given
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:

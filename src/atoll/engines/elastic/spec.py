@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from importlib.metadata import version
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.errors import ConfigError
@@ -27,7 +31,11 @@ class Elastic(ProcessSpec):
         heartbeat_timeout_s: an island without a heartbeat for this long leaves the quorum. Islands send ten heartbeats a second; a
             congested link may delay them.
         max_delta_ratio: a delta is refused if its norm exceeds the recent norms by this factor.
-        listen: HOST:PORT of the run's rendezvous; islands of other machines must reach it. Port 0 takes a free one.
+        listen: HOST:PORT of the run's rendezvous, the one port that islands of other machines must reach. Port 0 takes a free one.
+        advertise: HOST:PORT that other machines dial if it is not `listen`, such as a router's forwarded port; several with commas
+            between them.
+        network: tls: islands of other machines are authenticated and encrypted, and dial `listen` alone. trusted: any machine that
+            reaches the ports is admitted, and islands connect to each other on any port.
         devices: of each island. They share each of its batches, and its steps equal those of one device.
     """
 
@@ -41,6 +49,8 @@ class Elastic(ProcessSpec):
     heartbeat_timeout_s: float = 1.0
     max_delta_ratio: float = 25.0
     listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    network: Literal["tls", "trusted"] = "tls"
     devices: int = 1
 
     def __post_init__(self) -> None:
@@ -48,6 +58,7 @@ class Elastic(ProcessSpec):
         host, port = self.host, self.listen.rpartition(":")[2]
         is_address = bool(host) and ":" not in host and port.isdecimal() and int(port) < 1 << 16
         connects = "islands connect to this address, so it must be one that this machine has, such as 192.0.2.7, or its name"
+        dialled = "other machines dial HOST:PORT, such as 203.0.113.5:7000. Set engine.advertise to addresses like that"
         stalls = "at least 0.5, since islands send ten heartbeats a second. Leave it out for 1, or raise it for links that stall"
         self.check(
             ("devices", self.devices >= 1, "an island has at least 1. Leave it out for 1"),
@@ -55,7 +66,10 @@ class Elastic(ProcessSpec):
             ("start_timeout_s", self.start_timeout_s >= 0, "seconds, 0 or more"),
             ("heartbeat_timeout_s", self.heartbeat_timeout_s >= 0.5, stalls),
             ("listen", is_address, "it is HOST:PORT over IPv4, such as 192.0.2.7:7000; port 0 is a free one"),
-            ("listen", host != "0.0.0.0", connects),
+            ("listen", host != "0.0.0.0" or self.network == "tls", connects),
+            ("listen", host != "0.0.0.0" or bool(self.advertise), f"{connects}; or name in engine.advertise what others dial"),
+            ("advertise", not self.advertise or all(map(is_dialled, self.addresses)), dialled),
+            ("advertise", not self.advertise or self.network == "tls", "islands of a trusted network dial engine.listen"),
             ("max_delta_ratio", self.max_delta_ratio > 1, "more than 1. Use inf to refuse only non-finite deltas"),
         )
 
@@ -66,6 +80,16 @@ class Elastic(ProcessSpec):
     @property
     def port(self) -> int:
         return int(self.listen.rpartition(":")[2])
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """What other machines dial."""
+        return tuple(one.strip() for one in self.advertise.split(",")) if self.advertise else (self.listen,)
+
+    @property
+    def secured(self) -> bool:
+        """Whether other machines take part, through a gateway that authenticates them."""
+        return self.network == "tls" and (bool(self.advertise) or not is_loopback(self.host))
 
     def fitted(self, run: Run) -> Run:
         """The run planned for the islands that are started, and its data cut as before."""
@@ -88,6 +112,28 @@ class Elastic(ProcessSpec):
         return self.on_processes(run, self.processes or run.cluster.islands)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches this address.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("192.0.2.7"), is_loopback("box.example")
+    (True, True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_dialled(address: str) -> bool:
+    """Whether this is HOST:PORT.
+
+    >>> [is_dialled(one) for one in ("192.0.2.7:7000", "box.example:1", "box.example", "box:0", "::1:7000")]
+    [True, True, False, False, False]
+    """
+    host, _, port = address.rpartition(":")
+    return bool(host) and ":" not in host and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
 def check_address(address: str) -> None:
     """Refuse what is no address of a run.
 
@@ -95,9 +141,12 @@ def check_address(address: str) -> None:
     Traceback (most recent call last):
     atoll.core.errors.ConfigError: --join localhost: it is HOST:PORT, ...
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"--join {address}: it is HOST:PORT, the address that the run printed when it started.")
+    if not is_dialled(address):
+        raise ConfigError(f"--join {address}: it is HOST:PORT, the address that the run printed when it started, or a join file.")
+
+
+NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+"""Names of islands: they are parts of addresses and of ids."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +156,38 @@ class JoinInfo:
     run: Run  # fitted to the planned islands
     spec: Elastic
     lighthouse: str  # its address
+    registry: str = ""  # its address, where the run has a gateway: these two then listen on loopback
+    run_id: str = ""
+
+    @staticmethod
+    def former(path: Path) -> JoinInfo | None:
+        """What the last start of the run wrote to this file; None if there is none that this version can read."""
+        try:
+            return JoinInfo.from_text(path.read_text("utf-8"))
+        except (OSError, ValueError, ConfigError):
+            return None
 
     def to_text(self) -> str:
-        return json.dumps({"run": to_json(self.run), "spec": asdict(self.spec), "lighthouse": self.lighthouse})
+        record = {"run": to_json(self.run), "spec": asdict(self.spec), "atoll": version("atoll")}
+        return json.dumps({**record, "lighthouse": self.lighthouse, "registry": self.registry, "run_id": self.run_id})
 
     @staticmethod
     def from_text(text: str) -> JoinInfo:
-        record = json.loads(text)
-        return JoinInfo(from_json(record["run"]), Elastic(**record["spec"]), record["lighthouse"])
+        """Raises ConfigError if this is of another version of atoll, or no such text."""
+        try:
+            record = json.loads(text)
+            if record["atoll"] != version("atoll"):
+                raise ConfigError(
+                    f"the run is of atoll {record['atoll']}, and this is atoll {version('atoll')}. All islands of a run need the "
+                    f"same version: install {record['atoll']} here."
+                )
+            texts = [str(record[name]) for name in ("lighthouse", "registry", "run_id")]
+            return JoinInfo(from_json(record["run"]), Elastic(**record["spec"]), *texts)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigError(
+                f"the description of the run cannot be read ({type(error).__name__}: {error}). Start the run again with this "
+                f"version of atoll, {version('atoll')}."
+            ) from error
 
 
 def check_same_origin(own: Mapping[str, str | None], other: Mapping[str, str | None], name: str) -> None:

@@ -19,7 +19,9 @@ from pathlib import Path
 from atoll.core.errors import AtollError
 from atoll.core.events import read_event
 from atoll.core.protocols import Sink
+from atoll.core.serialization import write_text
 from atoll.engines.elastic.rendezvous import free_port
+from atoll.engines.elastic.run_identity import run_id_of
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.liveness import last_error
 from atoll.engines.run_lifecycle import RunTask
@@ -127,14 +129,15 @@ class Supervisor:
         host = hooks.host or spec.host
         self.address = f"{host}:{spec.port or free_port(host)}"
         join_info = self._folder / "join_info.json"
-        # Islands of other machines look for the lighthouse where it was before.
-        former = JoinInfo.from_text(join_info.read_text("utf-8")).lighthouse if join_info.exists() else ":0"
-        former_host, _, port = former.rpartition(":")
-        lighthouse = f"{host}:{free_port(host, int(port) if former_host == host else 0)}"
-        join_info.write_text(JoinInfo(task.run, spec, lighthouse).to_text(), "utf-8")
+        former = JoinInfo.former(join_info)
+        # A gateway leads to these two: they listen on loopback.
+        local = "127.0.0.1" if spec.secured else host
+        lighthouse = _kept(former.lighthouse if former else "", local)
+        registry = _kept(former.registry if former else "", local, but=lighthouse) if spec.secured else ""
+        write_text(join_info, JoinInfo(task.run, spec, lighthouse, registry, run_id_of(self._folder)).to_text())
         self.rendezvous = self._child("lighthouse", "rendezvous", str(join_info), self.address)
         self.islands = [
-            self._child(name, "island", self.address, "--name", name, "--folder", str(self._folder))
+            self._child(name, "island", registry or self.address, "--name", name, "--folder", str(self._folder))
             for name in map(island_name, range(spec.processes or task.run.effective_cluster.islands))
         ]
         self._tail = LogTail(self._folder, Fanout([sink, *hooks.sinks]))
@@ -189,6 +192,13 @@ class Supervisor:
             raise IslandFailed(f"{child.name} cannot be kept alive: {child.given_up}.")
         else:
             self._log(f"{child.name} cannot be kept alive, and the others go on without it: {child.given_up}")
+
+
+def _kept(former: str, host: str, but: str = "") -> str:
+    """The former address of a server if it is free, since islands of other machines look for it there; else another one."""
+    former_host, _, port = former.rpartition(":")
+    found = f"{host}:{free_port(host, int(port) if former_host == host else 0)}"
+    return found if found != but else _kept("", host, but)
 
 
 def _stop(children: Sequence[Child]) -> None:
