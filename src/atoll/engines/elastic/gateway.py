@@ -79,25 +79,26 @@ class _Flow:
 
     def step(self, wanted: dict[int, int]) -> bool:
         """Forward what can be forwarded at once. Returns whether anything was; `wanted` gets the events to wait for."""
-        before = self._stop, self._start, self.done
+        moved = False
         if not self._ended and self._stop < len(self._memory):
             with _noting(wanted, self._source, select.POLLIN):
                 while self._stop < len(self._memory):  # one call of TLS returns one record at most
                     read = self._source.recv_into(self._memory[self._stop :])
-                    self._stop += read
+                    self._stop, moved = self._stop + read, True
                     if not read:
                         self._ended = True
                         break
         if self._start < self._stop:
             with _noting(wanted, self._sink, select.POLLOUT):
                 self._start += self._sink.send(self._memory[self._start : self._stop])
+                moved = True
         if self._start == self._stop:
             self._start = self._stop = 0
             if self._ended and not self.done:
                 self.done = True
                 with suppress(OSError):
                     socket.socket.shutdown(self._sink, socket.SHUT_WR)  # TLS's own would drop what is still to be read
-        return before != (self._stop, self._start, self.done)
+        return moved
 
 
 @contextmanager
@@ -443,7 +444,7 @@ class GatewayClient:
             _keep_alive(stream)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             stream.settimeout(_left_s(deadline_s))
-            stream = tls = credentials.client_context().wrap_socket(stream, server_hostname=credentials.run_id)
+            tls = stream = credentials.client_context().wrap_socket(stream, server_hostname=credentials.run_id)
             about = {"run": credentials.run_id, "atoll": version("atoll"), "protocol": PROTOCOL, "name": self.name}
             _send_line(tls, **about, to=service, limit_s=min(_left_s(deadline_s), _LONGEST_WAIT_S))
             tls.settimeout(_left_s(deadline_s))
