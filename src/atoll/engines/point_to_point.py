@@ -7,13 +7,33 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Group: TypeAlias = dist.ProcessGroup | dist.ProcessGroupGloo
+
+@runtime_checkable
+class Transport(Protocol):
+    """Single messages between the ranks of a group."""
+
+    def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], /) -> Callable[[float], None]:
+        """Start to send these tensors to these ranks, and to receive into those. Returns a function that waits for all of them, for
+        at most the given seconds, and raises PeerUnreachable."""
+        ...
+
+
+@runtime_checkable
+class MessageGroup(Transport, Protocol):
+    """A group that is its own transport."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
+Group: TypeAlias = dist.ProcessGroup | dist.ProcessGroupGloo | MessageGroup
 _TIMED_OUT = ("timed out", "timeout", "did not answer")
 
 
@@ -53,15 +73,7 @@ class GlooTransport:
         self._group: Any = group  # torch declares no types for the messages of its backends
 
     def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[float], None]:
-        """Start to send these tensors to these ranks, and to receive into those. Returns a function that waits for all of them, for
-        at most the given seconds, and raises PeerUnreachable."""
-        outgoing = {rank: _on_host(tensor) for rank, tensor in sends.items()}
-        if any(tensor.is_cuda for tensor in sends.values()):
-            torch.cuda.current_stream().synchronize()  # the copies to the host run on this stream
-        incoming = {
-            rank: torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
-            for rank, tensor in receives.items()
-        }
+        outgoing, incoming = host_buffers(sends, receives)
         # Receives first: gloo sends nothing before the receiver has announced its buffer. On a slow link that announcement would
         # queue behind the payload of the other direction, and one end would idle for the time of a chunk.
         works = [self._start(self._group.recv, tensor, rank, "hear from") for rank, tensor in incoming.items()]
@@ -126,8 +138,22 @@ def _on_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def transport_for(group: Group) -> GlooTransport | BatchTransport:
+def host_buffers(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """These tensors in CPU memory; for tensors on a GPU, their copies in pinned memory, and pinned memory to receive into."""
+    outgoing = {rank: _on_host(tensor) for rank, tensor in sends.items()}
+    if any(tensor.is_cuda for tensor in sends.values()):
+        torch.cuda.current_stream().synchronize()  # the copies to the host run on this stream
+    incoming = {
+        rank: torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
+        for rank, tensor in receives.items()
+    }
+    return outgoing, incoming
+
+
+def transport_for(group: Group) -> Transport:
     """The transport for this group's backend."""
+    if isinstance(group, MessageGroup):
+        return group
     if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl":
         return BatchTransport(group)
     return GlooTransport(group)

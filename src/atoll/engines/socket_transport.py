@@ -1,0 +1,270 @@
+"""Messages between the ranks of a group over connected stream sockets, plain or TLS: for networks that gloo is not trusted with.
+
+A message is a header (kind, sequence number, length, and a CRC-32 of these) and the payload. Payloads go from the sender's tensor
+into the receiver's, without a copy of this module's own. The receiver compares the announced length with the posted tensor before it
+reads the payload, so a peer cannot make it take memory. Payloads carry no checksum here: TLS authenticates every record, and
+commits compare checksums of all that was exchanged.
+
+Each connection has one thread, which alone reads and writes its socket, without blocking. OpenSSL forbids to read and to write one
+connection from two threads at a time, and Python takes a lock for that only since 3.13.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.engines.point_to_point import PeerUnreachable, host_buffers
+
+_MAGIC = 0x41544C4C
+_FIELDS, _CHECK = struct.Struct("<IIQ"), struct.Struct("<I")
+_HEADER_BYTES = _FIELDS.size + _CHECK.size
+_JOINED_BYTES = 4096
+"""A payload up to this size travels in one piece with its header."""
+_TLS_PIECE_BYTES = 1 << 18
+"""OpenSSL ends a write that it has begun before it reads. Shorter writes keep both directions going."""
+_SEND, _RECEIVE = 0, 1
+_ACTIONS = "send to", "hear from"
+_CLOSED = "connection closed by peer"
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_EVENTS: Mapping[type[Exception], int] = {ssl.SSLWantReadError: select.POLLIN, ssl.SSLWantWriteError: select.POLLOUT}
+"""TLS may have to read before it can write, and the reverse."""
+
+
+class SocketGroup:
+    """The ranks of a group that are connected pairwise. A `point_to_point.Transport`.
+
+    Args:
+        connections: a connected stream socket for each other rank, which the group owns from now on.
+    """
+
+    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
+        if missing := {*range(size)} - {rank, *connections}:
+            raise ValueError(f"rank {rank} of {size} has no connection to ranks {sorted(missing)}")
+        self._rank, self._size = rank, size
+        self._connections = {other: _Connection(other, connection) for other, connection in connections.items()}
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def abort(self, why: str = "the exchange was aborted") -> None:
+        """End all messages with an error, and close the sockets. No tensor is read or written any more when it returns."""
+        for connection in self._connections.values():
+            connection.fail(why)
+        for connection in self._connections.values():
+            connection.join()
+
+    def post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[float], None]:
+        """Start to send these tensors to these ranks, and to receive into those. Returns a function that waits for all of them, for
+        at most the given seconds each, and raises PeerUnreachable. Messages from one rank to another arrive in order of posts."""
+        outgoing, incoming = host_buffers(sends, receives)
+        posted = [(rank, _RECEIVE, self._connections[rank].post(_RECEIVE, _memory(t))) for rank, t in incoming.items()]
+        posted += [(rank, _SEND, self._connections[rank].post(_SEND, _memory(t))) for rank, t in outgoing.items()]
+
+        def wait(timeout_s: float) -> None:
+            for rank, direction, number in posted:
+                self._connections[rank].wait(direction, number, timeout_s)
+                if direction == _RECEIVE and receives[rank].is_cuda:
+                    receives[rank].copy_(incoming[rank], non_blocking=True)
+
+        return wait
+
+
+class _Connection:
+    """The messages to and from one rank, in the order of their posts."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self._rank, self._socket, self._is_tls = rank, connection, isinstance(connection, ssl.SSLSocket)
+        connection.setblocking(False)
+        with suppress(OSError):  # a Unix socket
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._changed = threading.Condition()
+        self._queues: tuple[deque[memoryview], deque[memoryview]] = deque(), deque()
+        self._posted, self._done = [0, 0], [0, 0]
+        self._error: str | None = None
+        self._asleep = False
+        self._wakes, self._wake = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._out: deque[memoryview] = deque()
+        """Pieces of the message that is being sent."""
+        self._header, self._header_bytes = bytearray(_HEADER_BYTES), 0
+        self._payload: memoryview | None = None
+        """What is missing of the payload that is being received; None before its header is complete."""
+        self._poll, self._events = select.poll(), 0
+        self._poll.register(self._wakes, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name=f"socket to rank {rank}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------------- the caller's thread
+
+    def post(self, direction: int, memory: memoryview) -> int:
+        """Returns the number of this message."""
+        with self._changed:
+            if self._error is not None:
+                raise PeerUnreachable(self._rank, _ACTIONS[direction], self._error)
+            self._queues[direction].append(memory)
+            self._posted[direction] += 1
+            self._awaken()
+            return self._posted[direction]
+
+    def wait(self, direction: int, number: int, timeout_s: float) -> None:
+        with self._changed:
+            over = self._changed.wait_for(lambda: self._done[direction] >= number or self._error is not None, timeout_s)
+            if self._done[direction] >= number:
+                return
+            error = self._error
+        if not over:
+            self.fail(error := f"it timed out after {timeout_s:g} s")
+            self.join()  # the thread would go on to read into the tensor, or write from it
+        raise PeerUnreachable(self._rank, _ACTIONS[direction], error or "")
+
+    def fail(self, why: str) -> None:
+        """End all messages with this error; the thread closes the socket."""
+        with self._changed:
+            if self._error is None:
+                self._error = why
+                self._changed.notify_all()
+                self._awaken()
+
+    def join(self) -> None:
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _awaken(self) -> None:
+        if self._asleep:
+            self._asleep = False
+            self._wake.send(b"w")
+
+    # ---------------------------------------------------------------------------------------------------- the connection's thread
+
+    def _run(self) -> None:
+        try:
+            while self._error is None:
+                wanted, idle, progressed = 0, [], False
+                for direction, work, event in ((_SEND, self._send_some, select.POLLOUT), (_RECEIVE, self._receive_some, select.POLLIN)):
+                    try:
+                        if work():
+                            progressed = True
+                        else:
+                            idle.append(direction)
+                    except _WOULD_BLOCK as blocked:
+                        wanted |= _EVENTS.get(type(blocked), event)
+                if not progressed:
+                    self._sleep(wanted, idle)
+        except (OSError, ValueError) as error:
+            self._drain()
+            self.fail(str(error) or type(error).__name__)
+        finally:
+            for one in (self._socket, self._wakes, self._wake):
+                one.close()
+
+    def _send_some(self) -> bool:
+        """Send a piece. Returns False if there is nothing to send."""
+        if not self._out:
+            with self._changed:
+                if not self._queues[_SEND]:
+                    return False
+                payload, number = self._queues[_SEND].popleft(), self._done[_SEND]
+            fields = _FIELDS.pack(_MAGIC, number & 0xFFFFFFFF, len(payload))
+            header = fields + _CHECK.pack(zlib.crc32(fields))
+            if len(payload) <= _JOINED_BYTES:
+                self._out.append(memoryview(header + bytes(payload)))
+            else:
+                length = _TLS_PIECE_BYTES if self._is_tls else len(payload)
+                self._out.append(memoryview(header))
+                self._out.extend(payload[at : at + length] for at in range(0, len(payload), length))
+        sent = self._socket.send(self._out[0])
+        if sent < len(self._out[0]):
+            self._out[0] = self._out[0][sent:]
+            return True
+        self._out.popleft()
+        if not self._out:
+            self._finish(_SEND)
+        return True
+
+    def _receive_some(self) -> bool:
+        """Receive a piece. Returns False if no message is expected."""
+        queue = self._queues[_RECEIVE]
+        if not queue:  # what arrives before it is expected stays in the socket
+            return False
+        if self._payload is None:
+            self._header_bytes += self._read(memoryview(self._header)[self._header_bytes :])
+            if self._header_bytes < _HEADER_BYTES:
+                return True
+            self._check_header(len(queue[0]))
+            self._payload = queue[0]
+        if self._payload:
+            self._payload = self._payload[self._read(self._payload) :]
+        if not self._payload:
+            self._payload, self._header_bytes = None, 0
+            queue.popleft()
+            self._finish(_RECEIVE)
+        return True
+
+    def _read(self, into: memoryview) -> int:
+        count = self._socket.recv_into(into)
+        if count == 0:
+            raise ConnectionResetError(_CLOSED)
+        return count
+
+    def _check_header(self, expected: int) -> None:
+        fields = bytes(self._header[: _FIELDS.size])
+        magic, number, length = _FIELDS.unpack(fields)
+        if magic != _MAGIC or _CHECK.unpack(self._header[_FIELDS.size :])[0] != zlib.crc32(fields):
+            raise ValueError("it sent what is no message header")
+        if number != self._done[_RECEIVE] & 0xFFFFFFFF:
+            raise ValueError(f"it announced message {number}, and message {self._done[_RECEIVE]} was expected")
+        if length != expected:
+            raise ValueError(f"it announced {length} bytes, and {expected} were expected")
+
+    def _finish(self, direction: int) -> None:
+        with self._changed:
+            self._done[direction] += 1
+            self._changed.notify_all()
+
+    def _sleep(self, wanted: int, idle: Iterable[int]) -> None:
+        """Wait until the socket is ready for the wanted events, or a message is posted, or the group is aborted."""
+        with self._changed:
+            if self._error is not None or any(self._queues[direction] for direction in idle):
+                return
+            self._asleep = True
+        if wanted != self._events:
+            # Without a wanted event it is not registered: a hang-up is always reported, and would be again and again.
+            if not wanted:
+                self._poll.unregister(self._socket)
+            else:
+                self._poll.register(self._socket, wanted)
+            self._events = wanted
+        ready = self._poll.poll()
+        with self._changed:
+            self._asleep = False
+        if any(descriptor == self._wakes.fileno() for descriptor, _ in ready):
+            self._wakes.recv(64)
+
+    def _drain(self) -> None:
+        """Receive what the peer sent before it closed its connection, which a send may notice first."""
+        with suppress(OSError, ValueError):
+            while self._error is None and self._receive_some():
+                pass
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, as they lie in memory."""
+    flat: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
