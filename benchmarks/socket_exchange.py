@@ -176,9 +176,9 @@ def sections_of(cell: Mapping[str, Any]) -> list[str]:
     holds = "it holds" if max(added.values()) <= ALLOWED_S else "**it does not hold**"
     tls_s = median(t - p for t, p in zip(commit[TLS], commit[PLAIN], strict=True))
     words = (
-        f"{cell['params']:,} fp32 parameters between two processes over loopback, {len(exchange[GLOO])} turns. Checksums, votes and "
-        f"digests of a commit cost {max(added.values()):.3f} s at most beyond the exchange (allowed: {ALLOWED_S:g} s): {holds}. "
-        f"TLS adds {tls_s:.3f} s to a commit over plain sockets."
+        f"{cell['params']:,} fp32 parameters between two processes over loopback, {len(exchange[GLOO])} turns. Checksums, votes "
+        f"and digests of a commit cost {max(added.values()):.3f} s at most beyond the exchange (allowed: {ALLOWED_S:g} s): {holds}."
+        f" TLS adds {tls_s:.3f} s to a commit over plain sockets."
     )
     return [words, markdown_table(headings, rows)]
 

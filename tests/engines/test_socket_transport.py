@@ -14,9 +14,10 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
+from atoll.engines.elastic.snapshot_server import SnapshotServer, dial_address
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.point_to_point import PeerUnreachable, transport_for
-from atoll.engines.socket_transport import SocketGroup
+from atoll.engines.socket_transport import AcceptedConnections, SocketGroup, connect_group
 
 HOST = "127.0.0.1"
 KINDS = ["plain", "tls"]
@@ -75,7 +76,9 @@ def in_parallel(function, groups):
 def test_both_directions_saturated_with_messages_of_random_sizes(connected, kind):
     """64 MiB each way. Both ranks post all of their messages before they wait, and wait in an order of their own."""
     dice = random.Random(7)
-    sizes = [[dice.choice([0, 1, 3, 4096, 4097, dice.randrange(1 << 16), dice.randrange(1 << 21)]) for _ in range(90)] for _ in "ab"]
+    sizes = [
+        [dice.choice([0, 1, 3, 4096, 4097, dice.randrange(1 << 16), dice.randrange(1 << 21)]) for _ in range(90)] for _ in "ab"
+    ]
     for row in sizes:
         row.append(max(0, (64 << 20) - sum(row)))
     sent = [[torch.randint(0, 256, (size,), dtype=torch.uint8) for size in row] for row in sizes]
@@ -226,3 +229,110 @@ def test_waiting_costs_no_processor_time(connected):
     with processor_time() as taken_s:
         group.post({}, {1: torch.empty(3)})(0.5)
     assert taken_s[0] < 0.25
+
+
+# ------------------------------------------------------------------------------------------------------------------- connecting
+
+
+@pytest.fixture
+def servers():
+    """Makes an island's server for each name, which relays to the others."""
+    made = []
+
+    def make(names):
+        found = {name: SnapshotServer(HOST) for name in names}
+        for server in found.values():
+            server.routes = {name: one.address for name, one in found.items() if one is not server}
+        made.extend(found.values())
+        return found
+
+    yield make
+    for server in made:
+        server.close()
+
+
+def connect_all(servers, key="0123abcd", limit_s=10.0, cut=(), who=None):
+    """Every member's group, or the error that it got. `cut` are pairs that cannot dial each other."""
+    names = [*servers]
+
+    def one(name):
+        def dial(other, limit_s):
+            if {name, other} in map(set, cut):
+                raise ConnectionRefusedError(f"{other} refused")
+            return dial_address(servers[other].address, limit_s)
+
+        try:
+            return connect_group(names, names.index(name), key, dial, servers[name].accepted, limit_s)
+        except OSError as error:
+            return error
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        return [*pool.map(one, who or names)]
+
+
+def gathered(groups):
+    try:
+        return in_parallel(lambda group: GroupCollectives(group, timeout_s=20.0).all_gather_numbers(group.rank()), groups)
+    finally:
+        for group in groups:
+            group.abort()
+
+
+@pytest.mark.parametrize("cut", [(), ["ab"], ["cd", "ad"]])
+def test_members_connect_directly_or_through_one_that_reaches_both(servers, cut):
+    groups = connect_all(servers("abcd"), cut=cut)
+    assert gathered(groups) == [[[0.0], [1.0], [2.0], [3.0]]] * 4
+
+
+def test_a_member_that_no_other_reaches_fails_the_group_and_is_named(servers):
+    made = servers("abc")
+    for server in made.values():
+        server.routes = {}  # none of them relays to the others
+    outcomes = connect_all(made, cut=["ab", "ac"], limit_s=0.5)
+    assert all(isinstance(one, OSError) for one in outcomes)
+    assert "a cannot be reached directly, nor through another member" in str(outcomes[1])
+    assert "ranks [1, 2] did not connect" in str(outcomes[0])
+
+
+def test_a_missing_member_fails_the_group_within_the_limit(servers):
+    began_s = time.monotonic()
+    outcomes = connect_all(servers("abc"), limit_s=0.4, who=["a", "c"])
+    assert all(isinstance(one, OSError) for one in outcomes)
+    assert time.monotonic() - began_s < 10
+
+
+def test_connections_of_a_finished_key_are_closed(servers):
+    made = servers("ab")
+    assert len(gathered(connect_all(made))) == 2
+    late = dial_address(made["a"].address, 5.0)
+    late.sendall(b"exchange 0123abcd 1\n")
+    assert late.recv(1) == b""
+
+
+def test_a_server_keeps_a_bounded_number_of_connections_for_a_bounded_time():
+    accepted = AcceptedConnections(most=2, limit_s=1000.0)
+    pairs = [socket_pair() for _ in range(4)]
+    for rank, (_, own) in enumerate(pairs[:3]):
+        assert accepted.add("abc", rank, own)
+    assert pairs[0][0].recv(1) == b""  # the oldest
+    expired = AcceptedConnections(limit_s=0.0)
+    assert expired.add("abc", 0, pairs[3][1])
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] did not connect"):
+        expired.take("abc", [0], 0.05)
+    accepted.close()
+    for client, _ in pairs:
+        client.settimeout(5.0)
+        assert client.recv(1) == b""
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"relay c status", b"relay b relay a status", b"relay b snapshot", b"exchange xyz 1", b"exchange 0123abcd -1", b"x" * 600],
+)
+def test_a_server_closes_what_is_no_query_and_dials_only_its_quorum(servers, line):
+    made = servers("ab")
+    with dial_address(made["a"].address, 5.0) as client:
+        client.sendall(line + b"\n")
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""

@@ -175,8 +175,9 @@ class GroupCollectives:
         self.sent_bytes += (flat.numel() - mine.numel()) * flat.element_size()
         return total
 
-    def all_gather(self, whole: Tensor) -> None:
-        """Fill in the other ranks' slices of a buffer that holds this rank's own."""
+    def all_gather(self, whole: Tensor, on_chunk: Callable[[int, Tensor], object] | None = None) -> None:
+        """Fill in the other ranks' slices of a buffer that holds this rank's own. `on_chunk` is shown each chunk of each rank, in
+        the order of the slice: its own while it is being sent, and others when they have arrived."""
         start, stop = shard_range(whole.numel(), self.rank, self.size)
         chunks = [self._chunks(whole, rank) for rank in range(self.size)]
         mine = chunks[self.rank]
@@ -185,7 +186,17 @@ class GroupCollectives:
             for number in range(max(map(len, chunks))):
                 sends = dict.fromkeys(self._others(), whole[slice(*mine[number])]) if number < len(mine) else {}
                 receives = {rank: whole[slice(*chunks[rank][number])] for rank in self._others() if number < len(chunks[rank])}
-                yield self._post(sends, receives)
+                wait = self._post(sends, receives)
+                yield wait if on_chunk is None else partial(show, on_chunk, wait, number, receives)
+
+        def show(
+            on_chunk: Callable[[int, Tensor], object], wait: Callable[[], None], number: int, received: Mapping[int, Tensor]
+        ) -> None:
+            if number < len(mine):
+                on_chunk(self.rank, whole[slice(*mine[number])])
+            wait()
+            for rank, chunk in received.items():
+                on_chunk(rank, chunk)
 
         self._pipeline(steps())
         self.sent_bytes += (stop - start) * whole.element_size() * (self.size - 1)

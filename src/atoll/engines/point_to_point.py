@@ -32,6 +32,10 @@ class MessageGroup(Transport, Protocol):
 
     def size(self) -> int: ...
 
+    def abort(self) -> None:
+        """End all messages with an error, and close the connections."""
+        ...
+
 
 Group: TypeAlias = dist.ProcessGroup | dist.ProcessGroupGloo | MessageGroup
 _TIMED_OUT = ("timed out", "timeout", "did not answer")

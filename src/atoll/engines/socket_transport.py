@@ -1,9 +1,11 @@
 """Messages between the ranks of a group over connected stream sockets, plain or TLS: for networks that gloo is not trusted with.
 
 A message is a header (kind, sequence number, length, and a CRC-32 of these) and the payload. Payloads go from the sender's tensor
-into the receiver's, without a copy of this module's own. The receiver compares the announced length with the posted tensor before it
-reads the payload, so a peer cannot make it take memory. Payloads carry no checksum here: TLS authenticates every record, and
+into the receiver's, without a copy of this module's own. The receiver compares the announced length with the posted tensor before
+it reads the payload, so a peer cannot make it take memory. Payloads carry no checksum here: TLS authenticates every record, and
 commits compare checksums of all that was exchanged.
+
+`connect_group` connects the members of a group: each dials those of lower rank, directly, or through a member that reaches both.
 
 Each connection has one thread, which alone reads and writes its socket, without blocking. OpenSSL forbids to read and to write one
 connection from two threads at a time, and Python takes a lock for that only since 3.13.
@@ -11,7 +13,6 @@ connection from two threads at a time, and Python takes a lock for that only sin
 
 from __future__ import annotations
 
-import re
 import select
 import socket
 import ssl
@@ -20,8 +21,9 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ _JOINED_BYTES = 4096
 """A payload up to this size travels in one piece with its header."""
 _TLS_PIECE_BYTES = 1 << 18
 """OpenSSL ends a write that it has begun before it reads. Shorter writes keep both directions going."""
+_RELAY_BYTES, _HALF_OPEN_S = 1 << 18, 60.0
 _SEND, _RECEIVE = 0, 1
 _ACTIONS = "send to", "hear from"
 _CLOSED = "connection closed by peer"
@@ -154,10 +157,11 @@ class _Connection:
     # ---------------------------------------------------------------------------------------------------- the connection's thread
 
     def _run(self) -> None:
+        works = (_SEND, self._send_some, select.POLLOUT), (_RECEIVE, self._receive_some, select.POLLIN)
         try:
             while self._error is None:
                 wanted, idle, progressed = 0, [], False
-                for direction, work, event in ((_SEND, self._send_some, select.POLLOUT), (_RECEIVE, self._receive_some, select.POLLIN)):
+                for direction, work, event in works:
                     try:
                         if work():
                             progressed = True
@@ -262,6 +266,209 @@ class _Connection:
         with suppress(OSError, ValueError):
             while self._error is None and self._receive_some():
                 pass
+
+
+# -------------------------------------------------------------------------------------------------------------------- connecting
+
+Dial = Callable[[str, float], socket.socket]
+"""Connects to a server, given its name or address, within so many seconds. Raises OSError."""
+_CONNECTED = b"connected\n"
+
+
+class AcceptedConnections:
+    """Connections that other members dialled, until this member's side of their group takes them: members do not begin to connect
+    at the same moment. The oldest are closed if there are more than `most`, and after `limit_s`."""
+
+    def __init__(self, most: int = 128, limit_s: float = 60.0) -> None:
+        self._most, self._limit_s = most, limit_s
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[float, str, int, socket.socket]] = deque()
+        self._stale: deque[str] = deque(maxlen=64)
+        """Keys of groups that are connected, or were given up."""
+
+    def add(self, key: str, rank: int, connection: socket.socket) -> bool:
+        """Returns False, and leaves the connection to the caller, if the group of this key needs no connection any more."""
+        with self._changed:
+            if key in self._stale:
+                return False
+            self._waiting.append((time.monotonic(), key, rank, connection))
+            while self._waiting and (len(self._waiting) > self._most or self._waiting[0][0] < time.monotonic() - self._limit_s):
+                self._waiting.popleft()[3].close()
+            self._changed.notify_all()
+            return True
+
+    def has(self, key: str) -> bool:
+        """Whether a member waits to be connected with under this key."""
+        with self._changed:
+            return any(waiting == key for _, waiting, _, _ in self._waiting)
+
+    def take(self, key: str, ranks: Collection[int], limit_s: float) -> dict[int, socket.socket]:
+        """The connections of these ranks, when all of them have arrived. Afterwards the key is stale. Raises TimeoutError."""
+        found: dict[int, socket.socket] = {}
+
+        def all_arrived() -> bool:
+            found.update((rank, connection) for _, waiting, rank, connection in self._waiting if waiting == key)
+            return found.keys() >= {*ranks}
+
+        with self._changed:
+            arrived = self._changed.wait_for(all_arrived, limit_s)
+            self._stale.append(key)
+            for entry in [entry for entry in self._waiting if entry[1] == key]:
+                self._waiting.remove(entry)
+                if not arrived or found[entry[2]] is not entry[3] or entry[2] not in ranks:
+                    entry[3].close()
+        if not arrived:
+            raise TimeoutError(f"ranks {sorted({*ranks} - found.keys())} did not connect within {limit_s:.1f} s")
+        return {rank: found[rank] for rank in ranks}
+
+    def close(self) -> None:
+        with self._changed:
+            while self._waiting:
+                self._waiting.popleft()[3].close()
+
+
+def connect_group(
+    names: Sequence[str],
+    rank: int,
+    key: str,
+    dial: Dial,
+    accepted: AcceptedConnections,
+    limit_s: float,
+    relayed: Collection[str] = (),
+) -> SocketGroup:
+    """Connect the members of a group, whose names are in rank order. `key` identifies this attempt to connect.
+
+    Each member dials those of lower rank, sends the line `exchange KEY RANK`, and waits until that member has received the
+    connections of all ranks above its own. A member that cannot be dialled is dialled through another one, with the line
+    `relay NAME exchange KEY RANK`; those in `relayed` at once. Raises OSError if not all are connected within the limit.
+    """
+    deadline_s = time.monotonic() + limit_s
+    line = f"exchange {key} {rank}"
+
+    def dialled(name: str) -> socket.socket:
+        relays = [other for other in names if other not in (name, names[rank])]
+        direct_s = deadline_s if not relays else (deadline_s + time.monotonic()) / 2
+        ways = [(name, line, direct_s), *((relay, f"relay {name} {line}", deadline_s) for relay in relays)]
+        error: OSError = TimeoutError("it did not answer")
+        for target, sent, until_s in ways[1:] + ways[:1] if name in relayed else ways:
+            try:
+                return _request(dial, target, sent, until_s, deadline_s)
+            except OSError as failed:
+                error = failed if target == name else error
+        raise type(error)(f"{name} cannot be reached{' directly, nor through another member' if relays else ''}: {error}")
+
+    connections: dict[int, socket.socket] = {}
+    with ThreadPoolExecutor(max(1, rank)) as pool:
+        dialling = {other: pool.submit(dialled, names[other]) for other in range(rank)}
+        errors: list[OSError] = []
+        try:
+            connections |= accepted.take(key, range(rank + 1, len(names)), limit_s)
+            for connection in connections.values():
+                connection.settimeout(max(0.01, deadline_s - time.monotonic()))
+                connection.sendall(_CONNECTED)
+        except OSError as error:
+            errors.append(error)
+        for other, one in dialling.items():
+            try:
+                connections[other] = one.result()
+            except OSError as error:
+                errors.append(error)
+    if errors:
+        for connection in connections.values():
+            connection.close()
+        raise errors[-1]
+    return SocketGroup(rank, len(names), connections)
+
+
+def _request(dial: Dial, target: str, line: str, dial_until_s: float, until_s: float) -> socket.socket:
+    """A connection to a member's server that has sent this line and received that it is connected."""
+    connection = dial(target, max(0.01, dial_until_s - time.monotonic()))
+    try:
+        connection.sendall(f"{line}\n".encode())
+        answer = b""
+        while len(answer) < len(_CONNECTED):
+            connection.settimeout(max(0.01, until_s - time.monotonic()))
+            received = connection.recv(len(_CONNECTED) - len(answer))
+            if not received:
+                raise ConnectionResetError(f"{target} has closed the connection")
+            answer += received
+        if answer != _CONNECTED:
+            raise ConnectionResetError(f"{target} answered {answer!r} in place of {_CONNECTED!r}")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+class _Flow:
+    """Bytes from one stream on their way to another."""
+
+    def __init__(self, source: socket.socket, sink: socket.socket) -> None:
+        self._source, self._sink = source, sink
+        self._memory = memoryview(bytearray(_RELAY_BYTES))
+        self._start = self._stop = 0
+        self._ended = False
+        self.done = False
+
+    def step(self, wanted: dict[int, int]) -> bool:
+        """Forward what can be forwarded at once. Returns whether anything was; `wanted` gets the events to wait for."""
+        moved = False
+        if not self._ended and self._stop < len(self._memory):
+            with _noting(wanted, self._source, select.POLLIN):
+                while self._stop < len(self._memory):  # one call of TLS returns one record at most
+                    read = self._source.recv_into(self._memory[self._stop :])
+                    self._stop, moved = self._stop + read, True
+                    if not read:
+                        self._ended = True
+                        break
+        if self._start < self._stop:
+            with _noting(wanted, self._sink, select.POLLOUT):
+                self._start += self._sink.send(self._memory[self._start : self._stop])
+                moved = True
+        if self._start == self._stop:
+            self._start = self._stop = 0
+            if self._ended and not self.done:
+                self.done = True
+                with suppress(OSError):
+                    socket.socket.shutdown(self._sink, socket.SHUT_WR)  # TLS's own would drop what is still to be read
+        return moved
+
+
+@contextmanager
+def _noting(wanted: dict[int, int], stream: socket.socket, event: int) -> Iterator[None]:
+    """Notes the event that a non-blocking call has to wait for. TLS may have to write in order to read, and the reverse."""
+    try:
+        yield
+    except ssl.SSLWantReadError:
+        event = select.POLLIN
+    except ssl.SSLWantWriteError:
+        event = select.POLLOUT
+    except BlockingIOError:
+        pass
+    else:
+        return
+    wanted[stream.fileno()] = wanted.get(stream.fileno(), 0) | event
+
+
+def splice(one: socket.socket, two: socket.socket) -> None:
+    """Forward bytes both ways until both ends have closed, or one of them fails. Closes both."""
+    with closing(one), closing(two), suppress(OSError, ValueError):  # ValueError: another thread has closed one of them
+        for stream in (one, two):
+            stream.setblocking(False)
+            with suppress(OSError):
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        flows = _Flow(one, two), _Flow(two, one)
+        while not all(flow.done for flow in flows):
+            wanted: dict[int, int] = {}
+            moved = [flow.step(wanted) for flow in flows]
+            if any(moved):
+                continue
+            poll = select.poll()
+            for descriptor, events in wanted.items():
+                poll.register(descriptor, events)
+            half_open = any(flow.done for flow in flows)
+            if not poll.poll(_HALF_OPEN_S * 1000 if half_open else None) and half_open:
+                return
 
 
 def _memory(tensor: Tensor) -> memoryview:

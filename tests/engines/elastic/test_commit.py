@@ -49,8 +49,9 @@ def exchange_with(collectives, states, proposal):
 class Islands:
     """Members of one lighthouse, each driven by a thread of its own."""
 
-    def __init__(self, lighthouse, names):
-        self.logged, self._lighthouse = [], lighthouse
+    def __init__(self, lighthouse, names, sockets=False, cut=()):
+        """With `cut`, the two islands of this pair cannot dial each other."""
+        self.logged, self._lighthouse, self._sockets, self._cut = [], lighthouse, sockets, cut
         self.members, self.protocols, self.servers, self.statuses, self.before_status = {}, {}, {}, {}, {}
         for name in names:
             self.add(name).join()
@@ -63,9 +64,16 @@ class Islands:
             self.before_status.get(name, bool)()
             return replace(status, phase=IslandPhase.JOINED, version=NOW).to_json()
 
-        server = self.servers[name] = SnapshotServer(HOST, answer)
+        def dial(address, limit_s):
+            if any(name in self._cut and other in self._cut and address == self.statuses[other].address for other in self._cut):
+                raise TimeoutError("timed out")
+            return DirectNetwork(HOST).dial(address, limit_s)
+
+        network = DirectNetwork(HOST, lighthouse=self._lighthouse)
+        network.dial = dial
+        server = self.servers[name] = SnapshotServer(HOST, answer, network=network)
         status.address = server.address
-        member = self.members[name] = Membership(status, DirectNetwork(HOST, lighthouse=self._lighthouse), 20.0, self.logged.append)
+        member = self.members[name] = Membership(status, network, 20.0, self.logged.append, server, sockets=self._sockets)
         self.protocols[name] = CommitProtocol(
             member, exchange_with, status, ExchangeTimeout(10.0), self.logged.append, patience_s=20.0
         )
@@ -101,11 +109,11 @@ def islands():
     """Makes islands of one lighthouse. Each test has its own, which does not wait for the islands of the test before."""
     port, made, rendezvous = free_port(HOST), [], []
 
-    def make(*names):
+    def make(*names, **options):
         if not rendezvous:
             spec = Elastic(quorum_timeout_s=20.0, heartbeat_timeout_s=0.8)
             rendezvous.append(Rendezvous(JoinInfo(None, spec, f"{HOST}:{port}"), f"{HOST}:0"))
-        made.append(Islands(f"{HOST}:{port}", names))
+        made.append(Islands(f"{HOST}:{port}", names, **options))
         return made[-1]
 
     yield make
@@ -345,3 +353,63 @@ def test_a_live_peer_that_is_ahead_makes_the_state_stale_though_the_lighthouse_d
         left = group.commit({"a": names_of})["a"]
     assert isinstance(left, StaleState)
     assert left.version == ahead
+
+
+def transports_of(collectives, names):
+    collectives.all_gather_numbers(1.0)
+    return type(collectives._transport).__name__
+
+
+def test_islands_commit_over_sockets_of_their_own_and_keep_them(islands):
+    group = islands("a", "b", "c", sockets=True)
+    first = group.commit(dict.fromkeys("abc", transports_of))
+    connected = {name: member._group for name, member in group.members.items()}
+    second = group.commit(dict.fromkeys("abc", transports_of))
+    for commits in (first, second):
+        assert {(one.result, one.names, one.attempts) for one in commits.values()} == {("SocketGroup", ("a", "b", "c"), 1)}
+    assert all(member._group is connected[name] for name, member in group.members.items())
+
+
+def test_when_a_member_dies_in_an_exchange_over_sockets_the_survivors_repeat_it(islands):
+    group = islands("a", "b", "c", sockets=True)
+
+    def dies(collectives, names):
+        raise Died
+
+    commits = group.commit({"a": names_of, "b": names_of, "c": dies})
+    assert commits["a"].names == commits["b"].names == ("a", "b")
+    assert isinstance(commits["c"], Died)
+
+
+def test_a_silent_member_over_sockets_is_given_up_by_the_monitor(islands, short_limits, monkeypatch):
+    monkeypatch.setattr(membership_module, "PROBE_S", 0.05)
+    group, over = islands("a", "b", sockets=True), threading.Event()
+
+    def stops(collectives, names):
+        group.before_status["b"] = lambda: over.wait(20.0)
+        over.wait(20.0)
+        raise Died
+
+    def sums(collectives, names):
+        try:
+            return names_of(collectives, names)
+        finally:
+            group.members["b"].leave()
+            over.set()
+
+    commits = group.commit({"a": sums, "b": stops})
+    assert commits["a"].names == ("a",)
+    assert any("b has not answered for" in text for text in group.logged)
+
+
+@pytest.mark.parametrize("sockets", [False, True])
+@pytest.mark.parametrize("cut", ["ab", "bc", "ac"])
+def test_members_that_cannot_reach_each_other_commit_through_a_third(islands, monkeypatch, cut, sockets):
+    """gloo connects every pair, and so none here: the third member's attempt with it ends when the others wait for sockets."""
+    monkeypatch.setattr(commit_module, "_CONNECT_S", 1.0)
+    group = islands("a", "b", "c", sockets=sockets, cut=cut)
+    commits = group.commit(dict.fromkeys("abc", transports_of))
+    assert {(one.names, one.result) for one in commits.values()} == {(("a", "b", "c"), "SocketGroup")}
+    assert {one.attempts for one in commits.values()} == {1}
+    again = group.commit(dict.fromkeys("abc", transports_of))
+    assert {one.attempts for one in again.values()} == {1}

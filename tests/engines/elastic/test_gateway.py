@@ -16,7 +16,8 @@ from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.elastic import gateway as module
 from atoll.engines.elastic.gateway import Gateway, GatewayClient, GatewayNetwork, GatewayRefused, WrongGateway
 from atoll.engines.elastic.run_identity import RunSecrets
-from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, SnapshotServer, query_status
+from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandPhase, IslandStatus, SnapshotServer, query_status
+from atoll.engines.socket_transport import splice
 
 pytest.importorskip("cryptography")
 HOST, LIMIT_S = "127.0.0.1", 10.0
@@ -107,7 +108,7 @@ def test_a_member_reaches_a_service_and_every_byte_arrives_both_ways(site):
     with site.client().open("registry", LIMIT_S) as stream, ThreadPoolExecutor(1) as pool:
         assert stream.version() == "TLSv1.3"
         plain, stream_two = socket.socketpair()
-        threading.Thread(target=module.splice, args=(stream, stream_two), daemon=True).start()
+        threading.Thread(target=splice, args=(stream, stream_two), daemon=True).start()
         sending = pool.submit(plain.sendall, data)
         received = bytearray()
         while len(received) < len(data):
@@ -126,7 +127,7 @@ def test_a_half_closed_stream_still_carries_the_answer(site):
     with closing(Late()) as late:
         site.gateway._services["late"] = late.port
         one, two = socket.socketpair()
-        threading.Thread(target=module.splice, args=(two, site.client().open("late", LIMIT_S)), daemon=True).start()
+        threading.Thread(target=splice, args=(two, site.client().open("late", LIMIT_S)), daemon=True).start()
         one.sendall(b"ab")
         one.shutdown(socket.SHUT_WR)
         one.settimeout(LIMIT_S)
@@ -136,7 +137,10 @@ def test_a_half_closed_stream_still_carries_the_answer(site):
 def test_islands_reach_each_other_by_dialling_out_only(site):
     """A status query from one joiner to another, both of which have no open port."""
     status = IslandStatus("box-2", False, phase=IslandPhase.JOINED, run=site.invite().run_id)
-    with closing(SnapshotServer(HOST, status.to_json, run_id=status.run)) as server, ExitStack() as stack:
+    with (
+        closing(SnapshotServer(HOST, status.to_json, network=DirectNetwork(HOST, run_id=status.run))) as server,
+        ExitStack() as stack,
+    ):
         networks = [
             stack.enter_context(closing(GatewayNetwork(site.client(name=name), status.run, refused=pytest.fail)))
             for name in ("box-1", "box-2")

@@ -132,7 +132,7 @@ def test_a_client_that_stops_reading_is_dropped():
 def test_queries_of_another_run_get_no_answer_and_answers_of_one_are_none(server):
     ours, theirs = DirectNetwork(HOST, run_id="run-1"), DirectNetwork(HOST, run_id="run-2")
     status = replace(STATUS, run="run-1")
-    with closing(SnapshotServer(HOST, status.to_json, run_id="run-1")) as of_a_run:
+    with closing(SnapshotServer(HOST, status.to_json, network=ours)) as of_a_run:
         of_a_run.publish(Snapshot({"round": 3}, TENSORS))
         assert query_status("a", of_a_run.address, 5.0, ours) == status
         assert fetch_snapshot(of_a_run.address, 5.0, ours).header == {"round": 3}

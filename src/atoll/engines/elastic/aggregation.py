@@ -7,8 +7,10 @@ in the end compares all that it received with all other members. So a bit that i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ import torch
 
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
-from atoll.engines.elastic.state_version import NO_VERSION, StateVersion, checksum, combine_checksums
+from atoll.engines.elastic.state_version import NO_VERSION, StateVersion, checksum, checksums, combine_checksums
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
 
@@ -144,7 +146,7 @@ class ValidatedMean:
     def __call__(self, collectives: GroupCollectives, states: Sequence[Sequence[float]], proposal: Proposal) -> Agreement:
         """The participants announced their `states` as numbers. Raises Disagreement if they came to different results."""
         if proposal.tree is None:
-            return self._vote(collectives, states, proposal.report, Tree.of({"nothing": torch.zeros(0)}), [], {}, 0.0)
+            return self._vote(collectives, states, proposal.report, Tree.of({"nothing": torch.zeros(0)}), None, [], {}, 0.0)
         tree = proposal.tree
         rows = self._announce(collectives, tree, proposal.weight)
         deltas = [*map(_summary, rows)]
@@ -153,40 +155,47 @@ class ValidatedMean:
         total = float(sum(weights))
         record = RoundRecord(list(proposal.report.record.computed))
         record.tokens = sum(one.tokens for one in record.computed) if weights[collectives.rank] else 0
-        mean = tree.copy() if total else tree.zeros()
+        mean, sums = tree.copy() if total else tree.zeros(), None
         if total:
-            sums = [row[3 + collectives.rank] for row in rows]
-            record.similarities = self._average(collectives, mean, weights, sums, compare=proposal.compare)
+            announced = [row[3 + collectives.rank] for row in rows]
+            sums, record.similarities = self._average(collectives, mean, weights, announced, compare=proposal.compare)
         times_s = proposal.arrived_s, self._clock.now_s()
         sent, control = collectives.sent_bytes, collectives.control_bytes + self._vote_bytes
         record.exchanges = [ExchangeRecord("mean", *times_s, sent, control, total, False, tuple(rejected), total == 0)]
-        return self._vote(collectives, states, replace(proposal.report, record=record), mean, rows, rejected, total)
+        return self._vote(collectives, states, replace(proposal.report, record=record), mean, sums, rows, rejected, total)
 
     def _announce(self, collectives: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
-        """All members' summaries, and the checksums of the slices that each sends, by receiving rank."""
+        """All members' summaries, and the checksums of the slices that each sends, by receiving rank; 0 for its own slice, which
+        it does not send."""
+        sums = [0] * collectives.size
         if not weight:
-            return collectives.all_gather_numbers(0.0, True, 0.0, *[0] * collectives.size)
-        finite = tree.is_finite()
-        norm = tree.norm() if finite else 0.0
-        return collectives.all_gather_numbers(weight, finite, norm, *_slice_sums(tree, collectives.size))
+            return collectives.all_gather_numbers(0.0, True, 0.0, *sums)
+        norm = tree.rough_norm()  # not finite if a value is not
+        others = [rank for rank in range(collectives.size) if rank != collectives.rank]
+        for rank, total in zip(others, _slice_sums(tree, collectives.size, others), strict=True):
+            sums[rank] = total
+        finite = math.isfinite(norm)
+        return collectives.all_gather_numbers(weight, finite, norm if finite else 0.0, *sums)
 
     def _average(
-        self, collectives: GroupCollectives, mean: Tree, weights: Sequence[float], sums: Sequence[float], *, compare: bool
-    ) -> list[DeltaSimilarity]:
-        received = [0] * collectives.size
+        self, collectives: GroupCollectives, mean: Tree, weights: Sequence[float], announced: Sequence[float], *, compare: bool
+    ) -> tuple[list[int], list[DeltaSimilarity]]:
+        """Returns the checksum of each rank's slice of the mean. Chunks are added to checksums while they are in the cache and
+        others are on their way."""
+        received, gathered = [0] * collectives.size, [0] * collectives.size
         products = torch.zeros(collectives.size, collectives.size, dtype=torch.float64) if compare else None
 
-        def add_to_checksum(rank: int, chunk: torch.Tensor) -> None:
-            received[rank] = checksum(chunk, received[rank])
+        def add_to(sums: list[int], rank: int, chunk: torch.Tensor) -> None:
+            sums[rank] = checksum(chunk, sums[rank])
 
         collectives.reduce_scatter(
-            mean.flat, weights, inner_products=products, on_received=add_to_checksum, divide_by=float(sum(weights))
+            mean.flat, weights, inner_products=products, on_received=partial(add_to, received), divide_by=float(sum(weights))
         )
         others = [rank for rank, weight in enumerate(weights) if weight and rank != collectives.rank]
-        if damaged := [collectives.names[rank] for rank in others if received[rank] != sums[rank]]:
+        if damaged := [collectives.names[rank] for rank in others if received[rank] != announced[rank]]:
             raise Disagreement(f"the delta of {', '.join(damaged)} does not match its checksum: it was damaged on the way", damaged)
-        collectives.all_gather(mean.flat)
-        return [DeltaSimilarity(products.tolist(), weights)] if products is not None else []
+        collectives.all_gather(mean.flat, on_chunk=partial(add_to, gathered))
+        return gathered, [DeltaSimilarity(products.tolist(), weights)] if products is not None else []
 
     def _vote(
         self,
@@ -194,17 +203,20 @@ class ValidatedMean:
         states: Sequence[Sequence[float]],
         report: IslandReport,
         value: Tree,
+        slice_sums: Sequence[int] | None,
         rows: Sequence[Sequence[float]],
         rejected: dict[int, str],
         weight: float,
     ) -> Agreement:
-        """Compare all that was received with all members. Only this shows that all members received what a member sent."""
+        """Compare all that was received with all members. Only this shows that all members received what a member sent. Without
+        `slice_sums`, the checksums of the value's slices are computed."""
         before_bytes = collectives.control_bytes
         try:
             texts = collectives.all_gather_text(replace(report, now_s=self._clock.now_s()).to_text())
         except (ValueError, OverflowError, RuntimeError) as error:  # no text, or of no possible length
             raise Disagreement(f"an island's report was damaged on the way: {error}") from error
-        parts = zip(_slice_sums(value, collectives.size), states, rows or [()] * collectives.size, texts, strict=True)
+        slice_sums = slice_sums or _slice_sums(value, collectives.size, range(collectives.size))
+        parts = zip(slice_sums, states, rows or [()] * collectives.size, texts, strict=True)
         sums = [combine_checksums([total], f"{[*state]}{[*row]}{text}") for total, state, row, text in parts]
         digests = collectives.all_gather_numbers(*sums)
         if any(one != digests[0] for one in digests):
@@ -216,9 +228,9 @@ class ValidatedMean:
         return Agreement(value, [*map(_summary, rows)], rejected, weight, reports, collectives.rank)
 
 
-def _slice_sums(tree: Tree, size: int) -> list[int]:
-    """The checksum of each rank's slice."""
-    return [checksum(tree.flat[slice(*shard_range(tree.numel, rank, size))]) for rank in range(size)]
+def _slice_sums(tree: Tree, size: int, ranks: Sequence[int]) -> list[int]:
+    """The checksums of these ranks' slices."""
+    return checksums([tree.flat[slice(*shard_range(tree.numel, rank, size))] for rank in ranks])
 
 
 def _summary(row: Sequence[float]) -> DeltaSummary:

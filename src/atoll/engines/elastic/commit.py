@@ -139,7 +139,7 @@ class CommitProtocol:
         collectives = GroupCollectives(group, timeout_s=self._timeout.start(), names=quorum.names)
         collectives.sent_bytes, collectives.control_bytes = self._wasted_bytes
         self._status.exchanging = True
-        monitor = QuorumMonitor(quorum.others, group, self._scaled(SILENT_S), self._membership.network)
+        monitor = QuorumMonitor(quorum.others, group, self._scaled(SILENT_S), self._membership.query)
         try:
             with monitor:
                 commit = self._exchange(collectives, monitor, quorum, proposal)
@@ -202,7 +202,7 @@ class CommitProtocol:
             self._last_members, self._failures_in_a_row = quorum.members, 0
         began_s = time.monotonic()
         others = {member.name: member.address for member in quorum.others.values()}
-        answers = query_islands(others, self._scaled(QUERY_S), self._membership.network)
+        answers = self._membership.query_members(quorum, self._scaled(QUERY_S))
         took_s = time.monotonic() - began_s
         silent = [name for name in others if name not in answers]
         self._status.suspects |= set(silent)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import re
 import resource
-import select
 import socket
 import ssl
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +27,7 @@ from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.elastic.run_identity import MACHINE, Credentials, JoinFile, RunSecrets
 from atoll.engines.elastic.snapshot_server import DirectNetwork
 from atoll.engines.elastic.spec import NAME, JoinInfo
+from atoll.engines.socket_transport import splice
 
 PROTOCOL = 1
 LOOPBACK = "127.0.0.1"
@@ -38,11 +38,8 @@ HANDSHAKE_S = 10.0
 MAX_CONNECTIONS, MAX_PER_IDENTITY = 2048, 512
 _LINE_BYTES = 4096
 _LONGEST_WAIT_S = 60.0
-_CHUNK_BYTES = 1 << 18
 _CHECK_S = 0.5
 """How often the gateway looks for revoked identities and late handshakes."""
-_HALF_OPEN_S = 60.0
-"""A stream that one end has closed ends after so long without a byte from the other."""
 _WAITING = 4
 """Connections that an island keeps open for streams to it."""
 _MAX_FORWARDED = 128
@@ -65,77 +62,6 @@ class WrongGateway(ConfigError):
 
 
 # ----------------------------------------------------------------------------------------------------------------- streams
-
-
-class _Flow:
-    """Bytes from one stream on their way to another."""
-
-    def __init__(self, source: Stream, sink: Stream) -> None:
-        self._source, self._sink = source, sink
-        self._memory = memoryview(bytearray(_CHUNK_BYTES))
-        self._start = self._stop = 0
-        self._ended = False
-        self.done = False
-
-    def step(self, wanted: dict[int, int]) -> bool:
-        """Forward what can be forwarded at once. Returns whether anything was; `wanted` gets the events to wait for."""
-        moved = False
-        if not self._ended and self._stop < len(self._memory):
-            with _noting(wanted, self._source, select.POLLIN):
-                while self._stop < len(self._memory):  # one call of TLS returns one record at most
-                    read = self._source.recv_into(self._memory[self._stop :])
-                    self._stop, moved = self._stop + read, True
-                    if not read:
-                        self._ended = True
-                        break
-        if self._start < self._stop:
-            with _noting(wanted, self._sink, select.POLLOUT):
-                self._start += self._sink.send(self._memory[self._start : self._stop])
-                moved = True
-        if self._start == self._stop:
-            self._start = self._stop = 0
-            if self._ended and not self.done:
-                self.done = True
-                with suppress(OSError):
-                    socket.socket.shutdown(self._sink, socket.SHUT_WR)  # TLS's own would drop what is still to be read
-        return moved
-
-
-@contextmanager
-def _noting(wanted: dict[int, int], stream: Stream, event: int) -> Iterator[None]:
-    """Notes the event that a non-blocking call has to wait for. TLS may have to write in order to read, and the reverse."""
-    try:
-        yield
-    except ssl.SSLWantReadError:
-        event = select.POLLIN
-    except ssl.SSLWantWriteError:
-        event = select.POLLOUT
-    except BlockingIOError:
-        pass
-    else:
-        return
-    wanted[stream.fileno()] = wanted.get(stream.fileno(), 0) | event
-
-
-def splice(one: Stream, two: Stream) -> None:
-    """Forward bytes both ways until both ends have closed, or one of them fails. Closes both."""
-    with closing(one), closing(two), suppress(OSError, ValueError):  # ValueError: another thread has closed one of them
-        for stream in (one, two):
-            stream.setblocking(False)
-            with suppress(OSError):
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        flows = _Flow(one, two), _Flow(two, one)
-        while not all(flow.done for flow in flows):
-            wanted: dict[int, int] = {}
-            moved = [flow.step(wanted) for flow in flows]
-            if any(moved):
-                continue
-            poll = select.poll()
-            for descriptor, events in wanted.items():
-                poll.register(descriptor, events)
-            half_open = any(flow.done for flow in flows)
-            if not poll.poll(_HALF_OPEN_S * 1000 if half_open else None) and half_open:
-                return
 
 
 def _keep_alive(connection: Stream) -> None:

@@ -77,12 +77,12 @@ class IslandProcess:
         self._folder = RunFolder(folder) if folder is not None else None
         self._network = network
         self.status = IslandStatus(name, folder is not None, run=network.run_id)
-        self._server = SnapshotServer(network.host, self.status.to_json, run_id=network.run_id)
+        self._server = SnapshotServer(network.host, self.status.to_json, network=network)
         self.status.address = network.address_of(self._server.port)
         network.serve(self._server.adopt)
         self._registry = Registry(network.registry, self.status, log)
         limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
-        self._membership = Membership(self.status, network, limit_s, log)
+        self._membership = Membership(self.status, network, limit_s, log, self._server)
         self._commit_log = CommitLog()
         self._set_up(limit_s, interpose)
 

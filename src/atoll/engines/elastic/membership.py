@@ -8,6 +8,7 @@ makes the quorum wait while one island recovers.
 from __future__ import annotations
 
 import gc
+import hashlib
 import math
 import socket
 import threading
@@ -22,14 +23,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from atoll.core.errors import ExchangeFailed
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
 from atoll.engines.elastic.rendezvous import open_store
-from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandStatus, query_status
+from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandStatus, SnapshotServer, query_islands, query_status
 from atoll.engines.elastic.spec import NAME
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.liveness import FailureDetector, Heartbeat
-from atoll.engines.point_to_point import first_sentence
+from atoll.engines.point_to_point import MessageGroup, first_sentence
+from atoll.engines.socket_transport import SocketGroup, connect_group
 
 WAIT_LOG_S = 10.0
 PROBE_S = 1.0
@@ -125,6 +127,11 @@ class Quorum:
     connected: bool = False
 
     @property
+    def key(self) -> str:
+        """Identifies this quorum among the connections of its members."""
+        return hashlib.blake2b(f"{self.store} {self.members}".encode(), digest_size=16).hexdigest()
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(member.name for member in self.members)
 
@@ -168,18 +175,37 @@ class Quorum:
 
 class Membership:
     """One island's membership in the run, whose lighthouse and other islands it reaches by `network`. It waits `limit_s` for a
-    lighthouse that does not answer."""
+    lighthouse that does not answer.
 
-    def __init__(self, status: IslandStatus, network: DirectNetwork, limit_s: float, log: Callable[[str], object]) -> None:
+    Args:
+        server: accepts the connections of other members, and relays those of members that do not reach each other; None: members
+            exchange over gloo only.
+        sockets: whether members exchange over sockets of their own. Else they do only where gloo cannot connect them, or may not.
+    """
+
+    def __init__(
+        self,
+        status: IslandStatus,
+        network: DirectNetwork,
+        limit_s: float,
+        log: Callable[[str], object],
+        server: SnapshotServer | None = None,
+        *,
+        sockets: bool = False,
+    ) -> None:
         self._status, self.network, self._limit_s, self._log = status, network, limit_s, log
         self._host, self._lighthouse = network.host, network.lighthouse
+        self._exchange_server, self._sockets = server, sockets
+        self._relayed: frozenset[str] = frozenset()
+        """Members that this island reaches only through another one."""
+        self._failures = 0
         self._store: TCPStore
         self._store, self._store_port = open_store(self._host)
         self._own_id = ""
         self._ignored: set[str] = set()
         self._server: Any = None
         self._client: Any = None
-        self._group: dist.ProcessGroupGloo | None = None
+        self._group: dist.ProcessGroupGloo | SocketGroup | None = None
         self._quorum_key: tuple[Any, ...] = ()
         self._connected_key: tuple[Any, ...] = ()
         """Identify the last quorum, and the quorum that the process group belongs to."""
@@ -227,6 +253,8 @@ class Membership:
             return
         with suppress(RuntimeError):
             group.abort()
+        if isinstance(group, SocketGroup):
+            return
         # gloo closes its connections when their last reference goes, and chained exceptions refer to each other: until they are
         # collected the other members would wait for this island, whichever island it was that died.
         del group
@@ -242,6 +270,9 @@ class Membership:
         first = members[0]
         store = f"{first.address.rpartition(':')[0]}:{first.store_port}/{found.max_step}/{found.quorum_id}"
         self._quorum_key = (found.quorum_id, store.partition("/")[0], members)
+        self._failures = failures
+        if self._exchange_server is not None:
+            self._exchange_server.routes = {member.name: member.address for member in members if member.name != self._status.name}
         return Quorum(members, rank, store, connected=self._connected_key == self._quorum_key)
 
     def _members(self, ids: Sequence[str]) -> tuple[tuple[Member, ...], int]:
@@ -269,12 +300,33 @@ class Membership:
             init_sync=False,
         )
 
-    def connect(self, quorum: Quorum, limit_s: float) -> dist.ProcessGroupGloo:
+    def query_members(self, quorum: Quorum, limit_s: float) -> dict[str, IslandStatus]:
+        """The status of the other members that answer: directly, or through a member that does."""
+        addresses = {member.name: member.address for member in quorum.others.values()}
+        answers, found = query_islands(addresses, limit_s, self.network), {}
+        for name in addresses.keys() - answers.keys() if self._exchange_server is not None else ():
+            statuses = (query_status(name, addresses[relay], limit_s, self.network, relayed=True) for relay in answers)
+            if (status := next((one for one in statuses if one is not None), None)) is not None:
+                found[name] = status
+        if found.keys() != self._relayed and found:
+            self._log(f"{', '.join(sorted(found))} cannot be reached from here, and is reached through another island")
+        self._relayed = frozenset(found)
+        return answers | found
+
+    def query(self, name: str, address: str, limit_s: float) -> IslandStatus | None:
+        """The status of a member, by the way that reached it when the quorum connected."""
+        if name not in self._relayed or self._exchange_server is None:
+            return query_status(name, address, limit_s, self.network)
+        relays = [relay for other, relay in self._exchange_server.routes.items() if other != name and other not in self._relayed]
+        statuses = (query_status(name, relay, limit_s, self.network, relayed=True) for relay in relays)
+        return next((one for one in statuses if one is not None), None)
+
+    def connect(self, quorum: Quorum, limit_s: float) -> dist.ProcessGroupGloo | SocketGroup:
         """The process group of this quorum. Raises ExchangeFailed if a member cannot be reached within the limit."""
         if self._group is None or not quorum.connected:
             self.abort()
             try:
-                self._group = self._gloo_group(quorum, timedelta(seconds=limit_s))
+                self._group = self._new_group(quorum, limit_s)
             except Exception as error:  # torch and gloo raise errors of several kinds
                 raise ExchangeFailed(
                     f"{self._status.name} could not connect to all of {', '.join(quorum.names)} within {limit_s:.1f} s: "
@@ -282,6 +334,29 @@ class Membership:
                 ) from error
             self._connected_key = self._quorum_key
         return self._group
+
+    def _new_group(self, quorum: Quorum, limit_s: float) -> dist.ProcessGroupGloo | SocketGroup:
+        """gloo connects every pair directly. Where it cannot, or another member has found that it cannot, sockets do."""
+        server, limit = self._exchange_server, timedelta(seconds=limit_s)
+        if server is None:
+            return self._gloo_group(quorum, limit)
+        only_sockets = self._sockets or not all(self.network.is_trusted(member.address) for member in quorum.members)
+        if not (only_sockets or self._relayed or server.accepted.has(quorum.key)):
+            try:
+                return self._gloo_group(quorum, limit)
+            except Exception:
+                if not (self._failures or server.accepted.has(quorum.key)):
+                    raise
+        addresses = {member.name: member.address for member in quorum.members}
+
+        def dial(name: str, limit_s: float) -> socket.socket:
+            try:
+                return self.network.dial(addresses[name], limit_s)
+            except ConfigError as error:  # the gateway refuses this island
+                raise ConnectionError(str(error)) from error
+
+        waits_s = limit_s if only_sockets else 2 * limit_s  # for members that try gloo first
+        return connect_group(quorum.names, quorum.rank, quorum.key, dial, server.accepted, waits_s, self._relayed)
 
     def _gloo_group(self, quorum: Quorum, limit: timedelta) -> dist.ProcessGroupGloo:
         address, _, prefix = quorum.store.partition("/")
@@ -313,8 +388,14 @@ class QuorumMonitor:
     may take at all. A late answer counts as an answer, since a link that carries the exchange is slow.
     """
 
-    def __init__(self, members: Mapping[int, Member], group: Any, silent_s: float, network: DirectNetwork | None = None) -> None:
-        self._members, self._group, self._network = members, group, network or DirectNetwork("")
+    def __init__(
+        self,
+        members: Mapping[int, Member],
+        group: Any,
+        silent_s: float,
+        query: Callable[[str, str, float], IslandStatus | None] = query_status,
+    ) -> None:
+        self._members, self._group, self._query = members, group, query
         self._detector: FailureDetector[int] = FailureDetector(silent_s)
         self._over, self._lock = threading.Event(), threading.Lock()
         self._ignored: set[int] = set()
@@ -338,7 +419,7 @@ class QuorumMonitor:
     def _probe(self, rank: int, member: Member) -> None:
         self._detector.observe(rank, None, time.monotonic())
         while not self._over.wait(PROBE_S):
-            answered = query_status(member.name, member.address, self._detector.limit_s, self._network) is not None
+            answered = self._query(member.name, member.address, self._detector.limit_s) is not None
             now_s = time.monotonic()
             if answered:
                 self._detector.observe(rank, now_s, now_s)
@@ -350,6 +431,9 @@ class QuorumMonitor:
         with self._lock:
             if not self._over.is_set() and rank not in self._ignored:
                 self.failed = self.failed or member.name
+                if isinstance(self._group, MessageGroup):
+                    self._group.abort()
+                    return
                 # gloo's own `abort` wakes no receiver. But when one message times out, gloo gives up all of them: so this waits for
                 # a message that no rank sends, from a rank whose connection stands. A receive from a closed connection would give
                 # up nothing else.

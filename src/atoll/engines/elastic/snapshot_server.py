@@ -4,11 +4,15 @@ A status query is answered by one line of JSON. A snapshot is one line of JSON t
 in memory, and their checksum. The receiver runs nothing that it receives, and takes memory only for tensors that it expects.
 Queries name the run; those of another run get no answer. A snapshot that is being read keeps its buffers: the island asks
 `has_readers` before it reuses them.
+
+A connection that begins with `exchange KEY RANK` is kept for the exchange of that key. With `relay NAME` before it, a status query
+or an exchange is passed on to the member of that name: for islands that cannot reach each other.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import socketserver
 import threading
@@ -28,6 +32,7 @@ from torch import Tensor
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
+from atoll.engines.socket_transport import AcceptedConnections, splice
 
 QUERY_S = 1.0
 """How long a status query may take."""
@@ -38,6 +43,10 @@ MAX_CONNECTIONS, MAX_WITHOUT_QUERY = 512, 64
 _FIRST_LINE_S = 5.0
 _CHUNK_BYTES = 1 << 20
 _HEADER_LIMIT_BYTES, _STATUS_LIMIT_BYTES = 64 << 20, 1 << 20
+_QUERY_LIMIT_BYTES = 512
+_MOST_RELAYS = 64
+_EXCHANGE = re.compile(rb"exchange ([0-9a-f]{8,64}) ([0-9]{1,5})")
+_RELAY = re.compile(rb"relay (\S+) (status(?: [\w-]{1,64})?|exchange [0-9a-f]{8,64} [0-9]{1,5})")
 
 
 class IslandPhase(StrEnum):
@@ -132,29 +141,46 @@ _DIRECT = DirectNetwork("")
 
 
 class SnapshotServer:
-    """Serves one island's status and its newest snapshot. A client that stops reading is dropped after `limit_s`."""
+    """Serves one island's status and its newest snapshot, to islands of the same run. A client that stops reading is dropped after
+    `limit_s`."""
 
-    def __init__(self, host: str, status: Callable[[], Mapping[str, Any]] = dict, limit_s: float = 120.0, run_id: str = "") -> None:
+    def __init__(
+        self,
+        host: str,
+        status: Callable[[], Mapping[str, Any]] = dict,
+        limit_s: float = 120.0,
+        network: DirectNetwork = _DIRECT,
+    ) -> None:
+        self._network, run = network, f" {network.run_id}".rstrip().encode()
         self._snapshot: Snapshot | None = None
         self._published_s = 0.0
         self._lock = threading.Lock()
         self._readers = 0
+        self.accepted = AcceptedConnections()
+        """Connections of other members, for exchanges of this island."""
+        self.routes: Mapping[str, str] = {}
+        """The addresses of the islands to which this one relays, by name."""
+        self._relays, self._limit_s = threading.Semaphore(_MOST_RELAYS), limit_s
         server = self
 
         class Handler(socketserver.StreamRequestHandler):
             timeout = min(_FIRST_LINE_S, limit_s)
+            rbufsize = 0  # nothing beyond the line is read: an exchange goes on with the socket
 
             def handle(self) -> None:
-                with suppress(OSError):  # the client has gone
-                    query, _, theirs = self.rfile.readline(64).strip().partition(b" ")
+                with suppress(OSError, ConfigError):  # the client has gone, or no gateway relays
+                    query = self.rfile.readline(_QUERY_LIMIT_BYTES).strip()
                     server._server.has_query(self.request)
                     self.connection.settimeout(limit_s)
-                    if theirs.decode("ascii", "replace") != run_id:
-                        return
-                    if query == b"snapshot":
+                    if query == b"snapshot" + run:
                         server._send(self.wfile.write)
-                    elif query == b"status":
+                    elif query == b"status" + run:
                         self.wfile.write(json.dumps(status()).encode() + b"\n")
+                    elif exchange := _EXCHANGE.fullmatch(query):
+                        if server.accepted.add(exchange[1].decode(), int(exchange[2]), self.request):
+                            server._server.kept.add(self.request)
+                    elif relay := _RELAY.fullmatch(query):
+                        server._relay(self.request, relay[1].decode(errors="replace"), relay[2])
 
         self._server = _TcpServer((host, 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
@@ -198,7 +224,20 @@ class SnapshotServer:
             with self._lock:
                 self._readers -= 1
 
+    def _relay(self, client: socket.socket, name: str, line: bytes) -> None:
+        """Pass a query, and all that follows it, on to the member of this name. Islands that are no members are not dialled."""
+        address = self.routes.get(name)
+        if address is None or not self._relays.acquire(blocking=False):
+            return
+        try:
+            with self._network.dial(address, min(self._limit_s, QUERY_S)) as member:
+                member.sendall(line + b"\n")
+                splice(client, member)
+        finally:
+            self._relays.release()
+
     def close(self) -> None:
+        self.accepted.close()
         with suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the serving thread at once
         self._server.shutdown()
@@ -214,6 +253,14 @@ class _TcpServer(socketserver.ThreadingTCPServer):
         super().__init__(*arguments)
         self._counting, self._open = threading.Lock(), 0
         self._without_query: deque[Any] = deque()
+        self.kept: set[Any] = set()
+        """Requests whose sockets stay open after they were handled: they have another owner."""
+
+    def shutdown_request(self, request: Any) -> None:
+        if request in self.kept:
+            self.kept.discard(request)
+        else:
+            super().shutdown_request(request)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._counting:
@@ -254,11 +301,13 @@ def _request(network: DirectNetwork, address: str, query: str, limit_s: float) -
             yield file
 
 
-def query_status(name: str, address: str, limit_s: float, network: DirectNetwork = _DIRECT) -> IslandStatus | None:
+def query_status(
+    name: str, address: str, limit_s: float, network: DirectNetwork = _DIRECT, *, relayed: bool = False
+) -> IslandStatus | None:
     """The status of the island of this name at this address; None if it does not answer within the limit, or another process that
-    has taken over its port does."""
+    has taken over its port does. With `relayed`, the address is of an island that passes the query on."""
     try:
-        with _request(network, address, "status", limit_s) as file:
+        with _request(network, address, f"relay {name} status" if relayed else "status", limit_s) as file:
             status = IslandStatus.from_text(file.readline(_STATUS_LIMIT_BYTES))
     except (OSError, ConfigError):  # the gateway may refuse this island
         return None

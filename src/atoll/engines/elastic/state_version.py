@@ -6,6 +6,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -102,13 +103,19 @@ def checksum(flat: Tensor, before: int = 0) -> int:
     return zlib.crc32(memory, before)
 
 
+def checksums(flats: Sequence[Tensor]) -> list[int]:
+    """The checksum of each buffer, computed in parallel: zlib lets other threads run."""
+    with ThreadPoolExecutor(max(1, min(len(flats), torch.get_num_threads()))) as pool:
+        return [*pool.map(checksum, flats)]
+
+
 def combine_checksums(sums: Iterable[int], text: str = "") -> int:
     return zlib.crc32(",".join(map(str, sums)).encode() + text.encode())
 
 
 def state_digest(shared: Mapping[str, Any], metadata: Mapping[str, Any]) -> int:
     """The digest of all that islands replicate: the algorithm's shared fields, leases, validator and membership."""
-    sums = [checksum(tree.flat) for tree in trees(shared)]
+    sums = checksums([tree.flat for tree in trees(shared)])
     return combine_checksums(sums, json.dumps([metadata[name] for name in ("leases", "validator", "known", "present")]))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from atoll.core.protocols import Algorithm, Peers, Replica
 from atoll.engines.elastic.island import Interpose
 from atoll.engines.elastic.membership import Membership
 from atoll.engines.elastic.snapshot_server import IslandStatus
+from atoll.engines.point_to_point import MessageGroup
 from atoll.testing.chaos.faults import FaultScript, UpdateFault
 
 
@@ -108,19 +109,29 @@ class _CorruptedGroup(_Wrapper):
         self._control_messages: dict[int, int] = {}
         """Double-precision messages sent, by destination rank."""
 
+        if isinstance(group, MessageGroup):
+            self.__dict__["post"] = self._post
+
+    def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[float], None]:
+        posted: Callable[[float], None] = self._wrapped.post({rank: self._sent(one, rank) for rank, one in sends.items()}, receives)
+        return posted
+
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        (tensor,) = tensors
+        return self._wrapped.send([self._sent(tensors[0], rank)], rank, tag)
+
+    def _sent(self, tensor: Tensor, rank: int) -> Tensor:
+        """What is sent in place of this tensor."""
         if tensor.dtype == torch.float64:
-            return self._wrapped.send([self._control_message(tensor, rank)], rank, tag)
+            return self._control_message(tensor, rank)
         if tensor.dtype == torch.uint8 or not tensor.numel():
-            return self._wrapped.send(tensors, rank, tag)
+            return tensor
         sent = self._sent_numel[rank] = self._sent_numel.get(rank, 0) + tensor.numel()
         # The island first sends each rank its slice of the delta; what it sends to that rank beyond the slice is the mean.
         phase = "mean" if sent > -(-self._corrupter.numel // self._wrapped.size()) else "delta"
         kind = self._corrupter.take(f"corrupt_{phase}", f"kill_in_{phase}")
         if kind == f"kill_in_{phase}":
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._wrapped.send([_flip_bit(tensor)] if kind else tensors, rank, tag)
+        return _flip_bit(tensor) if kind else tensor
 
     def _control_message(self, tensor: Tensor, rank: int) -> Tensor:
         """The first message names the state this island holds; the second, if it has trained, the weight of its delta."""
