@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.core.events import Attended, Leased, RunFinished
+from atoll.core.events import Attended, Leased
 from atoll.telemetry.event_log import read_events
 from atoll.testing import namespaces
 
@@ -27,12 +27,12 @@ SMALL = (
     "data.clusters_per_class=1",
     "data.eval_examples=128",
     "algorithm.inner_steps=2",
-    "train.steps=200",
+    "train.steps=20000",
     "train.warm_start_steps=0",
     "train.batch_size=8",
     "cluster.step_time_s=[1.0]",
     "engine.step_delay=0.1",
-    "keep.evaluate_every=100",
+    "keep.evaluate_every=10000",
 )
 
 
@@ -154,10 +154,9 @@ def test_a_site_behind_nat_joins_by_dialling_out_is_killed_and_rejoins(tmp_path)
                 assert joiner.wait(PATIENCE_S) == 2
                 assert f"the join file {identity} was revoked" in (there.folder / "again.log").read_text()
                 until(lambda: participating(folder) == 2, "a commit without the revoked one", process, *logs)
-            assert process.wait(PATIENCE_S) == 0, logs[0].read_text()
-    assert len(events(folder, RunFinished)) == 1
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_S) == 130, logs[0].read_text()
     units = Counter(tuple(unit[1:]) for event in events(folder, Leased) for unit in event.delivered)
-    assert len(units) == 200
     assert set(units.values()) == {1}, "every unit of data is in exactly one commit"
     digests = [
         set(re.findall(r"committed (round \d+ of epoch \d+ as \w+)", path.read_text()))
