@@ -263,8 +263,8 @@ def test_after_a_rotation_only_new_join_files_are_admitted(site):
     assert echoes(site.client().open("registry", LIMIT_S))
 
 
-def asked(site, **changes):
-    """What the gateway answers to a header."""
+def asked(site, text=b"", **changes):
+    """What the gateway answers to a first line: to a valid one with these changes, or to this text."""
     credentials = site.invite()
     about = {
         "run": credentials.run_id,
@@ -277,9 +277,8 @@ def asked(site, **changes):
     context = credentials.client_context()
     plain = socket.create_connection((HOST, site.port), timeout=LIMIT_S)
     with context.wrap_socket(plain, server_hostname=credentials.run_id) as stream:
-        text = changes.get("text", json.dumps({**about, **changes}).encode() + b"\n")
         with suppress(OSError):  # it may close the connection while this writes
-            stream.sendall(text)
+            stream.sendall(text or json.dumps({**about, **changes}).encode() + b"\n")
         try:
             return stream.recv(1000)
         except OSError:

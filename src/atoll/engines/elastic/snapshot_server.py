@@ -329,7 +329,7 @@ def fetch_snapshot(
     try:
         with _request(network, address, "snapshot", limit_s) as file:
             return _receive(file, expected)
-    except (OSError, EOFError, ValueError, TypeError, RecursionError, ConfigError) as error:
+    except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RecursionError, ConfigError) as error:
         raise ExchangeFailed(f"no snapshot could be fetched from {address}: {error}. Another island may have it.") from error
 
 
