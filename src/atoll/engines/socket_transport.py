@@ -38,7 +38,10 @@ _JOINED_BYTES = 4096
 """A payload up to this size travels in one piece with its header."""
 _TLS_PIECE_BYTES = 1 << 18
 """OpenSSL ends a write that it has begun before it reads. Shorter writes keep both directions going."""
+_READS = _TLS_PIECE_BYTES >> 14
+"""Before the next write is tried. A read returns one TLS record at most, of 16 KiB."""
 _RELAY_BYTES, _HALF_OPEN_S = 1 << 18, 60.0
+"""A stream that one end has closed is forwarded for at most so long without a byte from the other."""
 _SEND, _RECEIVE = 0, 1
 _ACTIONS = "send to", "hear from"
 _CLOSED = "connection closed by peer"
@@ -213,8 +216,9 @@ class _Connection:
                 return True
             self._check_header(len(queue[0]))
             self._payload = queue[0]
-        if self._payload:
-            self._payload = self._payload[self._read(self._payload) :]
+        for _ in range(_READS):
+            if self._payload:
+                self._payload = self._payload[self._read(self._payload) :]
         if not self._payload:
             self._payload, self._header_bytes = None, 0
             queue.popleft()
@@ -455,7 +459,8 @@ def splice(one: socket.socket, two: socket.socket) -> None:
     with closing(one), closing(two), suppress(OSError, ValueError):  # ValueError: another thread has closed one of them
         for stream in (one, two):
             stream.setblocking(False)
-            with suppress(OSError):
+            with suppress(OSError):  # a Unix socket
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         flows = _Flow(one, two), _Flow(two, one)
         while not all(flow.done for flow in flows):

@@ -26,7 +26,14 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
 from atoll.engines.elastic.rendezvous import open_store
-from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandStatus, SnapshotServer, query_islands, query_status
+from atoll.engines.elastic.snapshot_server import (
+    QUERY_S,
+    DirectNetwork,
+    IslandStatus,
+    SnapshotServer,
+    query_islands,
+    query_status,
+)
 from atoll.engines.elastic.spec import NAME
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.liveness import FailureDetector, Heartbeat
@@ -355,8 +362,26 @@ class Membership:
             except ConfigError as error:  # the gateway refuses this island
                 raise ConnectionError(str(error)) from error
 
-        waits_s = limit_s if only_sockets else 2 * limit_s  # for members that try gloo first
-        return connect_group(quorum.names, quorum.rank, quorum.key, dial, server.accepted, waits_s, self._relayed)
+        if only_sockets:
+            return connect_group(quorum.names, quorum.rank, quorum.key, dial, server.accepted, limit_s, self._relayed)
+        # Members that try gloo first find a connection of this quorum when they give it up: lower ranks dial none otherwise.
+        notices = [self._notice(quorum, member) for rank, member in quorum.others.items() if rank > quorum.rank]
+        try:
+            return connect_group(quorum.names, quorum.rank, quorum.key, dial, server.accepted, 2 * limit_s, self._relayed)
+        finally:
+            for notice in notices:
+                if notice is not None:
+                    notice.close()
+
+    def _notice(self, quorum: Quorum, member: Member) -> socket.socket | None:
+        """A connection that tells a member that this one connects over sockets; None if the member cannot be reached directly."""
+        if member.name in self._relayed:
+            return None
+        with suppress(OSError):
+            notice = self.network.dial(member.address, QUERY_S)
+            notice.sendall(f"exchange {quorum.key} {quorum.rank}\n".encode())
+            return notice
+        return None
 
     def _gloo_group(self, quorum: Quorum, limit: timedelta) -> dist.ProcessGroupGloo:
         address, _, prefix = quorum.store.partition("/")
