@@ -277,10 +277,11 @@ def test_an_island_of_one_run_never_joins_another(tmp_path):
     info = JoinInfo(run, Elastic(processes=1), f"127.0.0.1:{free_port('127.0.0.1')}", run_id=run_id_of(folders[0]))
     with closing(Rendezvous(info, "127.0.0.1:0")) as rendezvous:
         island = [sys.executable, "-m", "atoll", "island", rendezvous.address, "--name", "island-0000", "--folder", str(folders[1])]
-        done = subprocess.run(island, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        with subprocess.Popen(island, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            code, err = process.wait(PATIENCE_S), process.stderr.read()
         assert RegistryClient(rendezvous.address).names() == [], "it has not even registered"
-    assert done.returncode == 2
-    assert f"belongs to another run ({info.run_id}, and not {run_id_of(folders[1])})" in done.stderr
+    assert code == 2
+    assert f"belongs to another run ({info.run_id}, and not {run_id_of(folders[1])})" in err
 
 
 def test_a_join_file_is_written_and_withdrawn_for_a_run_that_other_machines_may_join(atoll, tmp_path, monkeypatch):
