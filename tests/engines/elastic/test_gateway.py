@@ -19,7 +19,6 @@ from atoll.engines.elastic.run_identity import RunSecrets
 from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandPhase, IslandStatus, SnapshotServer, query_status
 from atoll.engines.socket_transport import splice
 
-pytest.importorskip("cryptography")
 HOST, LIMIT_S = "127.0.0.1", 10.0
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ from atoll.core.events import Attended, Leased
 from atoll.telemetry.event_log import read_events
 from atoll.testing import namespaces
 
-pytest.importorskip("cryptography")
 PAGE = Path(__file__).parents[3] / "docs" / "two_sites.md"
 PATIENCE_S = 120.0
 SMALL = (
@@ -116,6 +115,16 @@ def until(condition, what, process, *logs):
         time.sleep(0.05)
 
 
+def rendezvous_of(folder):
+    """The process of the gateway."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            if words[1:4] == ["-m", "atoll", "rendezvous"] and Path(os.readlink(path.parent / "cwd")) == folder.parent:
+                return int(path.parent.name)
+    raise AssertionError("there is no rendezvous")
+
+
 def participating(folder):
     found = events(folder, Attended)
     return found[-1].participating if found else 0
@@ -145,6 +154,10 @@ def test_a_site_behind_nat_joins_by_dialling_out_is_killed_and_rejoins(tmp_path)
                     *logs,
                 )
                 assert not there.listening(), "no open port behind NAT"
+                os.kill(rendezvous_of(folder), signal.SIGKILL)
+                seen = len(events(folder, Attended))
+                again = lambda: any(one.participating == 3 for one in events(folder, Attended)[seen + 3 :])  # noqa: E731
+                until(again, "a commit of three after the gateway was killed", process, there.folder / "join.log", *logs)
                 os.killpg(joiner.pid, signal.SIGKILL)
                 until(lambda: participating(folder) == 2, "a commit without it", process, *logs)
             with there.started(join, "again.log") as joiner:

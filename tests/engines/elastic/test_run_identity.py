@@ -10,8 +10,6 @@ import pytest
 from atoll.core.errors import ConfigError
 from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
 
-pytest.importorskip("cryptography")
-
 
 @pytest.fixture
 def join(tmp_path):

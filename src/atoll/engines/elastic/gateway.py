@@ -238,10 +238,10 @@ class Gateway:
         if identity in revoked:
             raise _Refusal(f"the join file {identity} was revoked. Ask for a new one", final=True)
         if asked.get("run") != credentials.run_id:
-            raise _Refusal(f"this is {credentials.run_id}, and not {str(asked.get('run'))[:40]}", final=True)
+            raise _Refusal(f"this is {credentials.run_id}, and not {_shown(asked.get('run'))}", final=True)
         if asked.get("protocol") != PROTOCOL or asked.get("atoll") != version("atoll"):
-            theirs = str(asked.get("atoll"))[:40]
-            raise _Refusal(f"the run is of atoll {version('atoll')}, and this island is of atoll {theirs}", final=True)
+            ours, theirs = version("atoll"), _shown(asked.get("atoll"))
+            raise _Refusal(f"the run is of atoll {ours}, and this island is of atoll {theirs}", final=True)
         if not isinstance(asked.get("name"), str) or not NAME.fullmatch(asked["name"]):
             raise _Refusal("an island's name consists of letters, digits, dots and dashes", final=True)
         if identity != MACHINE and _PLANNED.match(asked["name"]):
@@ -303,6 +303,11 @@ class Gateway:
                 if left_s <= 0:
                     return None
                 self._lock.wait(left_s)
+
+
+def _shown(given: Any) -> str:
+    """A value that a client sent, for the log: in one short line."""
+    return str(given)[:40].encode("unicode_escape").decode("ascii")
 
 
 def _common_name(connection: ssl.SSLSocket) -> str:
