@@ -84,9 +84,9 @@ def other(tmp_path):
 
 
 def echoes(stream, data=b"hello."):
-    with stream:
+    received = b""
+    with stream, suppress(ConnectionError):
         stream.sendall(data)
-        received = b""
         while chunk := stream.recv(1 << 16):
             received += chunk
     return received == data
@@ -103,7 +103,7 @@ def wait_until(condition):
 
 
 def test_a_member_reaches_a_service_and_every_byte_arrives_both_ways(site):
-    data = os.urandom(5_000_000) + b"."
+    data = os.urandom(5_000_000).replace(b".", b",") + b"."  # which the echo takes for the end
     with site.client().open("registry", LIMIT_S) as stream, ThreadPoolExecutor(1) as pool:
         assert stream.version() == "TLSv1.3"
         plain, stream_two = socket.socketpair()

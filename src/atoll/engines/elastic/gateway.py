@@ -47,7 +47,7 @@ _MAX_FORWARDED = 128
 _RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 """Routers forget silent connections, and a machine without power closes none."""
-_LOG_S = 10.0
+_LOG_S, _GENTLE_S = 10.0, 1.0
 _STREAM = b"\x01"
 _PLANNED = re.compile(r"island-\d")
 Stream: TypeAlias = socket.socket  # plain or TLS
@@ -222,6 +222,7 @@ class Gateway:
         except (OSError, ValueError) as error:
             if not isinstance(error.__cause__, _Refusal):
                 self._refused[f"{type(error).__name__}: {getattr(error, 'reason', '') or error}"[:120]] += 1
+            _end_gently(connection)
             self._forget(connection)
             return
         try:
@@ -305,6 +306,16 @@ class Gateway:
                 self._lock.wait(left_s)
 
 
+def _end_gently(connection: ssl.SSLSocket) -> None:
+    """Wait a moment for the other end to close: if bytes of it were unread, the kernel would discard the answer on its way."""
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_WR)
+        connection.settimeout(_GENTLE_S)
+        deadline_s = time.monotonic() + _GENTLE_S
+        while socket.socket.recv(connection, _LINE_BYTES) and time.monotonic() < deadline_s:
+            pass
+
+
 def _shown(given: Any) -> str:
     """A value that a client sent, for the log: in one short line."""
     return str(given)[:40].encode("unicode_escape").decode("ascii")
@@ -377,7 +388,9 @@ class GatewayClient:
             stream.settimeout(_left_s(deadline_s))
             tls = stream = credentials.client_context().wrap_socket(stream, server_hostname=credentials.run_id)
             about = {"run": credentials.run_id, "atoll": version("atoll"), "protocol": PROTOCOL, "name": self.name}
-            _send_line(tls, **about, to=service, limit_s=min(_left_s(deadline_s), _LONGEST_WAIT_S))
+            with suppress(OSError):  # if the gateway refuses the certificate, the reason can still be read
+                # The gateway is to give up, and to say so, before this end does.
+                _send_line(tls, **about, to=service, limit_s=min(0.8 * _left_s(deadline_s), _LONGEST_WAIT_S))
             tls.settimeout(_left_s(deadline_s))
             answer = _read_line(tls)
             if answer.get("ok") is not True:
