@@ -18,7 +18,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
 from atoll.data.text import Text
 from atoll.engines.elastic.rendezvous import RegistryClient, free_port
-from atoll.engines.elastic.snapshot_server import fetch_snapshot
+from atoll.engines.elastic.snapshot_server import DirectNetwork, fetch_snapshot
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import island_name
 from atoll.engines.processes.spec import Processes
@@ -166,7 +166,8 @@ class Twins:
     def _compared(self, registry: RegistryClient, number: int) -> bool:
         try:
             names = [island_name(island) for island in range(2)]
-            one, two = (fetch_snapshot(status.address, 10.0) for status in registry.statuses(names).values())
+            statuses = registry.statuses(names).values()
+            one, two = (fetch_snapshot(status.address, 10.0, DirectNetwork("", run_id=status.run)) for status in statuses)
         except ExchangeFailed:
             return False
         if one is None or two is None or one.header["metadata"]["version"] != two.header["metadata"]["version"]:

@@ -90,7 +90,8 @@ def parsed(monkeypatch, capsys, tmp_path):
         if command.callback in (cli.generate, cli.export, cli.replay, cli.evaluate):
             monkeypatch.setattr(command, "callback", wraps(command.callback)(stand_in(cli, command.callback.__name__)))
     monkeypatch.setattr(run_command, "compare_runs", stand_in(run_command, "compare_runs"))
-    monkeypatch.setattr(elastic_launch, "join_run", stand_in(elastic_launch, "join_run"))
+    for name in ("join_run", "invite_joiner"):
+        monkeypatch.setattr(elastic_launch, name, stand_in(elastic_launch, name))
     monkeypatch.setattr(run_command, "carry_out", lambda options, faults=None: calls.append(("run", vars(options))) or tmp_path)
     monkeypatch.setattr(RunFaults, "report", lambda *_: SimpleNamespace(rows=list))
     monkeypatch.chdir(tmp_path)
@@ -140,8 +141,8 @@ def check_values(verb, given):
     if verb == "prepare_data":
         asked = given["preparation"]
         Text(corpus=asked.corpus, tokenizer=asked.tokenizer, validation_fraction=asked.validation_fraction)
-    if verb == "join_run":
-        check_address(given["address"])
+    if verb == "join_run" and not given["where"].endswith(".json"):
+        check_address(given["where"])
     name = given.get("recipe") or given.get("name")
     names = [name] if name else []
     if verb == "compare_runs":

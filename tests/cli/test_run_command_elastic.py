@@ -3,18 +3,23 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
+from atoll import recipes
 from atoll.core.events import Attended, IslandJoined, IslandLeft, Leased, RoundFinished, RunFinished
 from atoll.engines.elastic import launch
-from atoll.engines.elastic.rendezvous import free_port
+from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, free_port
+from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
+from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.supervisor import log_of
+from atoll.runs.folder import RunFolder
 from atoll.telemetry.event_log import read_events
 
 PATIENCE_S = 90.0
@@ -104,7 +109,7 @@ def events(folder, kind):
 def test_a_joiner_says_how_long_it_looks_for_the_run(monkeypatch, capsys):
     asked = []
 
-    def fetch(address, timeout_s):
+    def fetch(address, timeout_s, run_id):
         asked.append(timeout_s)
         raise KeyboardInterrupt
 
@@ -238,6 +243,14 @@ def test_what_elastic_islands_cannot_do_is_refused_and_leaves_no_folder(atoll, t
         (["run", "toy-sync", "--elastic", "--engine", "ray"], "--elastic with --engine ray"),
         (["run", "toy-sync", "--elastic", "--set", "engine.listen=0.0.0.0:7000"], "must be one that this machine has"),
         (["run", "toy-sync", "--elastic", "--set", "engine.listen='::1'"], "over IPv4"),
+        (["run", "toy-sync", "--elastic", "--set", "engine.listen=192.0.2.7:7000"], "this machine cannot listen there"),
+        (["run", "toy-sync", "--elastic", "--set", "engine.advertise=box"], "other machines dial HOST:PORT"),
+        (["run", "--join", "192.0.2.7:7000"], "Run `atoll invite DIR` there"),
+        (
+            ["run", "--join", "/nowhere/join.json"],
+            "the address that the run printed when it started, or a join file",
+        ),
+        (["invite", "nowhere"], "nowhere is not a folder"),
         (["run", "toy-sync", "--elastic", "--set", "engine.heartbeat_timeout_s=0.2"], "at least 0.5"),
         (["chaos", "nowhere.json", "toy-sync"], "cannot be read"),
     ],
@@ -258,3 +271,53 @@ def test_faults_of_a_process_that_the_run_does_not_start_are_refused_before_ther
     assert code == 2
     assert f"names {victim}; the run starts lighthouse, island-0000, island-0001" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_on_a_port_in_use_is_an_error_at_once_and_leaves_no_folder(atoll, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, _, err = atoll("run", "toy-sync", "--elastic", "--set", f"engine.listen={listen}", "--out", tmp_path / "run")
+    assert code == 2
+    assert f"engine.listen={listen}: this machine cannot listen there (Address already in use)" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_island_of_one_run_never_joins_another(tmp_path):
+    """The rendezvous of run a has taken the port that run b thinks is its own."""
+    folders = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        folders.append(tmp_path / name)
+    run = Elastic(processes=1).fitted(recipes.ALL["toy-sync"]())
+    info = JoinInfo(run, Elastic(processes=1), f"127.0.0.1:{free_port('127.0.0.1')}", run_id=run_id_of(folders[0]))
+    with closing(Rendezvous(info, "127.0.0.1:0")) as rendezvous:
+        island = [sys.executable, "-m", "atoll", "island", rendezvous.address, "--name", "island-0000", "--folder", str(folders[1])]
+        with subprocess.Popen(island, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            code, err = process.wait(PATIENCE_S), process.stderr.read()
+        assert RegistryClient(rendezvous.address).names() == [], "it has not even registered"
+    assert code == 2
+    assert f"belongs to another run ({info.run_id}, and not {run_id_of(folders[1])})" in err
+
+
+def test_a_join_file_is_written_and_withdrawn_for_a_run_that_other_machines_may_join(atoll, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, folder = recipes.ALL["toy-sync"](), tmp_path / "run"
+    RunFolder.create(folder, run, ["test"])
+    for spec, says in ((Elastic(), "join files admit no machine"), (Elastic(network="trusted"), "engine.network=trusted")):
+        (folder / "join_info.json").write_text(JoinInfo(run, spec, "127.0.0.1:1").to_text())
+        code, _, err = atoll("invite", folder)
+        assert (code, says in err) == (2, True), err
+    spec = Elastic(listen="0.0.0.0:7000", advertise="203.0.113.5:7000, box.example:7001")
+    (folder / "join_info.json").write_text(JoinInfo(run, spec, "127.0.0.1:1", "127.0.0.1:2", run_id_of(folder)).to_text())
+    code, out, err = atoll("invite", folder)
+    assert code == 0, err
+    path, about = out.splitlines()
+    join = JoinFile.read(tmp_path / path)
+    assert join.addresses == ("203.0.113.5:7000", "box.example:7001")
+    assert f"id {join.credentials.identity}, dials 203.0.113.5:7000, box.example:7001" in about
+    assert "PRIVATE" not in out
+    assert atoll("invite", folder, "--revoke", join.credentials.identity)[0] == 0
+    assert RunSecrets.read(folder).revoked == (join.credentials.identity,)
+    assert atoll("invite", folder, "--rotate")[0] == 0
+    assert RunSecrets.read(folder).credentials.authority != join.credentials.authority
+    assert atoll("invite", folder, "--rotate", "--revoke", "x")[0] == 2

@@ -107,3 +107,11 @@ def test_a_thread_and_its_processes_enter_a_namespace_and_leave_it():
             fail_inside(one)
         assert one.device in seen[0]
     assert devices() == before
+
+
+@as_root
+@pytest.mark.skipif(namespaces._found("nft") is None, reason="nft cannot be found: install nftables")
+def test_a_site_behind_nat_reaches_the_public_machine_and_is_not_reached_by_it():
+    with namespaces.site_behind_nat() as (public, site):
+        assert reaches(site, public)
+        assert not reaches(public, site)

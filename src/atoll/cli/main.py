@@ -131,7 +131,12 @@ def run(
     options: RunOptions,
     elastic: Annotated[bool, typer.Option("--elastic", help="Short for --engine elastic.")] = False,
     join: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Join the elastic run at this address as one more island.")
+        str | None,
+        typer.Option(
+            metavar="FILE-or-HOST:PORT",
+            help="Join an elastic run as one more island: by a join file of `atoll invite`, or by its address on this machine or "
+            "in a trusted network.",
+        ),
     ] = None,
 ) -> None:
     """Run a recipe on an engine, resume a run, or join an elastic run. Under torchrun, use --engine processes."""
@@ -165,6 +170,25 @@ def chaos(
     folder = carry_out(by_default, faults)
     assert folder is not None
     print(report_text(faults.report(folder, read_spec(folder))), file=sys.stderr)
+
+
+@app.command()
+def invite(
+    folder: Annotated[Path, typer.Argument(help="Folder of an elastic run that other machines may join.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="New join file.", show_default="join-ID.json in the current folder")
+    ] = None,
+    revoke: Annotated[
+        str | None, typer.Option(metavar="ID", help="Write no file: admit the join file of this id no more, and drop its islands.")
+    ] = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Write no file: replace the run's certificates. Join files written so far are void.")
+    ] = False,
+) -> None:
+    """Write a join file, which admits another machine to a run: copy it there and use `atoll run --join FILE`."""
+    from atoll.engines.elastic.launch import invite_joiner
+
+    print(invite_joiner(folder, out, revoke, rotate=rotate))
 
 
 @app.command(hidden=True)

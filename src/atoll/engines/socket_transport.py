@@ -21,9 +21,9 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ _TLS_PIECE_BYTES = 1 << 18
 """OpenSSL ends a write that it has begun before it reads. Shorter writes keep both directions going."""
 _READS = _TLS_PIECE_BYTES >> 14
 """Before the next write is tried. A read returns one TLS record at most, of 16 KiB."""
-_RELAY_BYTES = 1 << 18
+_RELAY_BYTES, _HALF_OPEN_S = 1 << 18, 60.0
+"""A stream that one end has closed is forwarded for at most so long without a byte from the other."""
 _SEND, _RECEIVE = 0, 1
 _ACTIONS = "send to", "hear from"
 _CLOSED = "connection closed by peer"
@@ -403,37 +404,76 @@ def _request(dial: Dial, target: str, line: str, dial_until_s: float, until_s: f
     return connection
 
 
-def splice(one: socket.socket, other: socket.socket) -> None:
-    """Send to each of two connections what the other receives, until one of them is closed. One thread reads and writes both: see
-    the module's text on TLS."""
-    poll, pending = select.poll(), {one: memoryview(b""), other: memoryview(b"")}
-    buffers = {end: bytearray(_RELAY_BYTES) for end in pending}
-    for end in pending:
-        end.setblocking(False)
-        with suppress(OSError):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while True:
-        wanted, progressed = dict.fromkeys(pending, 0), False
-        for source, sink in ((one, other), (other, one)):
-            end, event = (sink, select.POLLOUT) if pending[source] else (source, select.POLLIN)
-            try:
-                if pending[source]:
-                    pending[source] = pending[source][sink.send(pending[source]) :]
-                else:
-                    count = source.recv_into(buffers[source])
-                    if count == 0:
-                        return
-                    pending[source] = memoryview(buffers[source])[:count]
-                progressed = True
-            except _WOULD_BLOCK as blocked:
-                wanted[end] |= _EVENTS.get(type(blocked), event)
-        if not progressed:
-            for end, events in wanted.items():  # an end without events is not registered: its hang-up would be reported for ever
-                poll.register(end, events)
-                if not events:
-                    poll.unregister(end)
-            poll.poll()
+class _Flow:
+    """Bytes from one stream on their way to another."""
+
+    def __init__(self, source: socket.socket, sink: socket.socket) -> None:
+        self._source, self._sink = source, sink
+        self._memory = memoryview(bytearray(_RELAY_BYTES))
+        self._start = self._stop = 0
+        self._ended = False
+        self.done = False
+
+    def step(self, wanted: dict[int, int]) -> bool:
+        """Forward what can be forwarded at once. Returns whether anything was; `wanted` gets the events to wait for."""
+        moved = False
+        if not self._ended and self._stop < len(self._memory):
+            with _noting(wanted, self._source, select.POLLIN):
+                while self._stop < len(self._memory):  # one call of TLS returns one record at most
+                    read = self._source.recv_into(self._memory[self._stop :])
+                    self._stop, moved = self._stop + read, True
+                    if not read:
+                        self._ended = True
+                        break
+        if self._start < self._stop:
+            with _noting(wanted, self._sink, select.POLLOUT):
+                self._start += self._sink.send(self._memory[self._start : self._stop])
+                moved = True
+        if self._start == self._stop:
+            self._start = self._stop = 0
+            if self._ended and not self.done:
+                self.done = True
+                with suppress(OSError):
+                    socket.socket.shutdown(self._sink, socket.SHUT_WR)  # TLS's own would drop what is still to be read
+        return moved
+
+
+@contextmanager
+def _noting(wanted: dict[int, int], stream: socket.socket, event: int) -> Iterator[None]:
+    """Notes the event that a non-blocking call has to wait for. TLS may have to write in order to read, and the reverse."""
+    try:
+        yield
+    except ssl.SSLWantReadError:
+        event = select.POLLIN
+    except ssl.SSLWantWriteError:
+        event = select.POLLOUT
+    except BlockingIOError:
+        pass
+    else:
+        return
+    wanted[stream.fileno()] = wanted.get(stream.fileno(), 0) | event
+
+
+def splice(one: socket.socket, two: socket.socket) -> None:
+    """Forward bytes both ways until both ends have closed, or one of them fails. Closes both."""
+    with closing(one), closing(two), suppress(OSError, ValueError):  # ValueError: another thread has closed one of them
+        for stream in (one, two):
+            stream.setblocking(False)
+            with suppress(OSError):  # a Unix socket
+                stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        flows = _Flow(one, two), _Flow(two, one)
+        while not all(flow.done for flow in flows):
+            wanted: dict[int, int] = {}
+            moved = [flow.step(wanted) for flow in flows]
+            if any(moved):
+                continue
+            poll = select.poll()
+            for descriptor, events in wanted.items():
+                poll.register(descriptor, events)
+            half_open = any(flow.done for flow in flows)
+            if not poll.poll(_HALF_OPEN_S * 1000 if half_open else None) and half_open:
+                return
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -145,6 +145,33 @@ def star_network(names: Sequence[str]) -> Iterator[dict[str, tuple[NetworkNamesp
 
 
 @contextmanager
+def site_behind_nat() -> Iterator[tuple[NetworkNamespace, NetworkNamespace]]:
+    """A public machine at 203.0.113.5, and a site at 192.168.7.2 behind a router that translates its addresses and admits no
+    connection from outside. They are removed at the end, also on SIGTERM and SIGHUP. Needs `nft` and `sysctl`."""
+    ends = [f"{_PREFIX}-{os.getpid()}-{end}" for end in ("public", "router", "site")]
+    public, site = NetworkNamespace(ends[0], "isle0", "203.0.113.5"), NetworkNamespace(ends[2], "isle1", "192.168.7.2")
+    outside, inside = NetworkNamespace(ends[1], "outside", "203.0.113.9"), NetworkNamespace(ends[1], "inside", "192.168.7.1")
+    with _namespaces(ends):
+        for one, two in ((public, outside), (site, inside)):
+            _link(one, two)
+            one.bring_up()
+            two.bring_up()
+        _do(f"ip -n {site.name} route add default via {inside.address}")
+        _do(f"ip netns exec {ends[1]} {_tool('sysctl')} -q -w net.ipv4.ip_forward=1")
+        for rule in (
+            "add table ip nat",
+            "add chain ip nat out { type nat hook postrouting priority 100 ; }",
+            "add rule ip nat out oifname outside masquerade",
+            "add table ip filter",
+            "add chain ip filter forward { type filter hook forward priority 0 ; policy drop ; }",
+            "add rule ip filter forward iifname inside accept",
+            "add rule ip filter forward ct state established,related accept",
+        ):
+            _do(f"ip netns exec {ends[1]} {_tool('nft')} {rule}")
+        yield public, site
+
+
+@contextmanager
 def inside_namespace(namespace: NetworkNamespace) -> Iterator[None]:
     """Moves this thread, and processes that it starts, into the namespace, and afterwards back."""
     with open("/proc/thread-self/ns/net") as before, open(f"/var/run/netns/{namespace.name}") as target:
@@ -241,7 +268,8 @@ def _do(command: str, *, may_fail: bool = False) -> str:
 def _tool(name: str) -> str:
     path = _found(name)
     if path is None:
-        raise ConfigError(f"{name} cannot be found, and network namespaces need it. Install iproute2.")
+        package = {"nft": "nftables", "sysctl": "procps"}.get(name, "iproute2")
+        raise ConfigError(f"{name} cannot be found, and network namespaces need it. Install {package}.")
     return path
 
 

@@ -15,6 +15,7 @@ from atoll.engines.elastic import island as island_module, recovery, rendezvous
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.island import IslandProcess
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
+from atoll.engines.elastic.snapshot_server import DirectNetwork
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.run_lifecycle import RunRequest
 from atoll.engines.warm_start_training import RunPreparation
@@ -68,6 +69,9 @@ class ThreadedRun:
         fast = replace(spec, quorum_timeout_s=30.0, heartbeat_timeout_s=0.8)
         self.rendezvous = Rendezvous(replace(self.join_info, spec=fast), f"{HOST}:0")
 
+    def network(self):
+        return DirectNetwork(HOST, self.rendezvous.address, self.join_info.lighthouse, self.join_info.run_id)
+
     def start(self, *names, has_folder=True, dies_after=None, clock_s=None):
         """Islands that take part, each in a thread; they die when they have committed round `dies_after`."""
         threads = [
@@ -92,7 +96,7 @@ class ThreadedRun:
 
         folder = self.folder if has_folder else None
         try:
-            island = IslandProcess(self.join_info, self.rendezvous.address, HOST, name, folder, log, self.interpose)
+            island = IslandProcess(self.join_info, self.network(), name, folder, log, self.interpose)
             ended = False
             try:
                 island.run()
@@ -107,7 +111,7 @@ class ThreadedRun:
 
     def one_island(self, name="island-0000"):
         """An island without a thread, which the test drives."""
-        return IslandProcess(self.join_info, self.rendezvous.address, HOST, name, self.folder, lambda text: None)
+        return IslandProcess(self.join_info, self.network(), name, self.folder, lambda text: None)
 
     def wait_until(self, what):
         """Waits for a log line that begins with this text."""

@@ -11,7 +11,7 @@ from atoll.core.flat_tree import Tree
 from atoll.engines.elastic.aggregation import DeltaSummary, IslandReport, Proposal, UpdateValidator, ValidatedMean
 from atoll.engines.elastic.commit import CommitProtocol
 from atoll.engines.elastic.membership import Member, Quorum
-from atoll.engines.elastic.snapshot_server import IslandStatus
+from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandStatus
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.round_record import WallClock
@@ -93,6 +93,8 @@ class Finder:
         self.found = True
         members = tuple(Member(name, "127.0.0.1:1", True, 0.0) for name in NAMES)
         return Quorum(members, self._group.rank(), "", connected=True)
+
+    network = DirectNetwork("")
 
     def connect(self, quorum, limit_s):
         return self._group

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from atoll.engines.elastic.aggregation import Disagreement, Proposal
 from atoll.engines.elastic.commit import CommitProtocol, MemberMissing, StaleState, UnconfirmedState
 from atoll.engines.elastic.membership import Membership, MembershipLost
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
-from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, SnapshotServer, dial_address
+from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandPhase, IslandStatus, SnapshotServer
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import StateVersion, attempt_epoch
 from atoll.engines.liveness import ExchangeTimeout
@@ -66,13 +67,13 @@ class Islands:
         def dial(address, limit_s):
             if any(name in self._cut and other in self._cut and address == self.statuses[other].address for other in self._cut):
                 raise TimeoutError("timed out")
-            return dial_address(address, limit_s)
+            return DirectNetwork(HOST).dial(address, limit_s)
 
-        server = self.servers[name] = SnapshotServer(HOST, answer, dial=dial)
+        network = DirectNetwork(HOST, lighthouse=self._lighthouse)
+        network.dial = dial
+        server = self.servers[name] = SnapshotServer(HOST, answer, network=network)
         status.address = server.address
-        member = self.members[name] = Membership(
-            status, HOST, self._lighthouse, 20.0, self.logged.append, server, sockets=self._sockets
-        )
+        member = self.members[name] = Membership(status, network, 20.0, self.logged.append, server, sockets=self._sockets)
         self.protocols[name] = CommitProtocol(
             member, exchange_with, status, ExchangeTimeout(10.0), self.logged.append, patience_s=20.0
         )
@@ -325,7 +326,7 @@ def test_missing_peers_are_queried_in_parallel(monkeypatch):
         together.wait(10.0)  # both are queried before either answers
         return reported(name)
 
-    alone = CommitProtocol(None, None, None, ExchangeTimeout(10.0), bool, patience_s=20.0)
+    alone = CommitProtocol(SimpleNamespace(network=DirectNetwork("")), None, None, ExchangeTimeout(10.0), bool, patience_s=20.0)
     with closing(SnapshotServer(HOST, lambda: status("b"))) as b, closing(SnapshotServer(HOST, lambda: status("c"))) as c:
         alone.peers = {"b": b.address, "c": c.address}
         with pytest.raises(MemberMissing, match="b is alive and not in"):

@@ -362,9 +362,9 @@ def test_a_joiner_whose_snapshot_was_overtaken_is_waited_for_at_the_second_fetch
     run = toy(1, "train.steps=80", "cluster.step_time_s=[1.0]")
     live, fetched = threaded(run, Elastic(processes=1, step_delay=0.02)), []
 
-    def slow(address, limit_s):
+    def slow(*where):
         """While it is fetched the quorum commits again, unless it waits."""
-        snapshot, before = fetch_snapshot(address, limit_s), len(live.logged)
+        snapshot, before = fetch_snapshot(*where), len(live.logged)
         fetched.append(snapshot)
         with live.something_logged:
             live.something_logged.wait_for(lambda: any("committed" in text for text in live.logged[before + 1 :]), 1.0)

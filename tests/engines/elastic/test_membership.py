@@ -1,15 +1,23 @@
-"""The quorum monitor: a member that answers is alive, however late; a silent one aborts the exchange, so that no member waits."""
+"""Quorums leave out what is no island of the run, and the lighthouse kills no island. The quorum monitor: a member that answers is
+alive, however late; a silent one aborts the exchange, so that no member waits."""
 
+import http.client
 import socket
 import threading
-from contextlib import closing
+import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from atoll.engines.elastic import membership
 from atoll.engines.elastic.membership import Member, Membership, MembershipLost, QuorumMonitor
-from atoll.engines.elastic.rendezvous import free_port
-from atoll.engines.elastic.snapshot_server import IslandStatus, SnapshotServer
+from atoll.engines.elastic.rendezvous import Rendezvous, free_port
+from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandStatus, SnapshotServer
+from atoll.engines.elastic.spec import Elastic, JoinInfo
+from atoll.engines.elastic.state_version import StateVersion
 
 HOST = "127.0.0.1"
 
@@ -103,6 +111,78 @@ def test_each_silent_member_aborts_the_exchange():
 
 def test_without_a_lighthouse_an_island_ends_and_says_how_long_it_waited():
     nowhere = f"{HOST}:{free_port(HOST)}"
-    member = Membership(IslandStatus("a", True, f"{HOST}:1"), HOST, nowhere, 0.1, lambda text: None)
+    member = Membership(IslandStatus("a", True, f"{HOST}:1"), DirectNetwork(HOST, lighthouse=nowhere), 0.1, lambda text: None)
     with pytest.raises(MembershipLost, match=r"a waited 0 s for the lighthouse at 127\.0\.0\.1"):
         member.join()
+
+
+@pytest.fixture
+def quorum():
+    """Islands a and b of one run, which have joined, and their lighthouse's address."""
+    lighthouse = f"{HOST}:{free_port(HOST)}"
+    info = JoinInfo(None, Elastic(quorum_timeout_s=5.0, heartbeat_timeout_s=0.8), lighthouse)
+    rendezvous, logged = Rendezvous(info, f"{HOST}:0"), []
+    network = DirectNetwork(HOST, lighthouse=lighthouse, run_id="run-1")
+    members = [Membership(IslandStatus(name, True, f"{HOST}:1"), network, 10.0, logged.append) for name in "ab"]
+    for member in members:
+        member.join()
+    yield SimpleNamespace(members=members, lighthouse=lighthouse, logged=logged)
+    for member in members:
+        member.leave()
+    rendezvous.close()
+
+
+def form(members):
+    with ThreadPoolExecutor(len(members)) as pool:
+        return [*pool.map(lambda member: member.form_quorum(StateVersion(0, 1), 0), members)]
+
+
+def replica(lighthouse, name):
+    """A process that the lighthouse takes for a member, and asks for a quorum."""
+    coordination = pytest.importorskip("torchft.coordination")
+    second = timedelta(seconds=5)
+    server = coordination.ManagerServer(name, f"http://{lighthouse}", HOST, f"{HOST}:0", "", 1, second / 50, second, 0)
+    client = coordination.ManagerClient(server.address(), connect_timeout=second)
+
+    def ask():
+        with suppress(Exception):
+            client._quorum(0, 1 << 60, "", False, second)
+
+    return server, threading.Thread(target=ask, daemon=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["x", "A:1", "", "a" * 500, "c:127.0.0.1:1:folder:1.0:5:run-2", "c:127.0.0.1:1:folder:inf:5:run-1"]
+)
+def test_an_id_that_is_no_island_of_the_run_is_ignored_with_one_line(quorum, name):
+    server, asking = replica(quorum.lighthouse, name)
+    asking.start()
+    try:
+        for _ in range(2):
+            found = form(quorum.members)
+            assert [one.names for one in found] == [("a", "b")] * 2
+            assert [one.rank for one in found] == [0, 1]
+            assert len({one.store for one in found}) == 1
+            for member in quorum.members:
+                member.abort()
+        lines = [text for text in quorum.logged if text.startswith("ignores")]
+        assert len(lines) <= 2, "one for each island"
+    finally:
+        server.shutdown()
+
+
+def test_the_lighthouses_kill_route_kills_no_island(quorum):
+    """torchft's web page has a button that ends the process of a manager. The managers of these islands are in this process."""
+    form(quorum.members)
+    host, _, port = quorum.lighthouse.rpartition(":")
+    killed = []
+    for member in quorum.members:
+        connection = http.client.HTTPConnection(host, int(port), timeout=20)
+        connection.request("POST", f"/replica/{urllib.parse.quote(member._own_id, safe='')}/kill")
+        killed.append(connection.getresponse().status)
+    assert killed == [500, 500], "it found the replica, and could not reach it"
+    assert form(quorum.members)[0].names == ("a", "b")
+
+
+def test_a_manager_listens_on_loopback_only(quorum):
+    assert all(member._server.address().startswith("http://manager.invalid:") for member in quorum.members)

@@ -14,7 +14,7 @@ from atoll.engines.elastic import recovery as recovery_module
 from atoll.engines.elastic.membership import MembershipLost, log_while_waiting
 from atoll.engines.elastic.recovery import NoState, Recovery
 from atoll.engines.elastic.rendezvous import UNREGISTERED_S
-from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer
+from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandPhase, IslandStatus, Snapshot, SnapshotServer
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 
 NOW, AHEAD = StateVersion(5, 9), StateVersion(6, 10)
@@ -80,7 +80,8 @@ def recovery(monkeypatch):
         monkeypatch.setattr(
             recovery_module, "time", SimpleNamespace(monotonic=lambda: float(registry.reads), sleep=lambda seconds: None)
         )
-        membership = SimpleNamespace(leave=lambda: left is not None and left.append(registry.reads))
+        leave = lambda: left is not None and left.append(registry.reads)  # noqa: E731
+        membership = SimpleNamespace(leave=leave, network=DirectNetwork(""))
         commits = SimpleNamespace(from_parts=bool)
         return Recovery("a", registry, membership, leader_log, commits, ORIGIN, log, LIMIT_S)
 

@@ -51,6 +51,24 @@ def test_a_malformed_entry_hides_no_other_island(store):
     assert client.statuses("abc") == {"c": IslandStatus("c", True)}
 
 
+@pytest.mark.parametrize("entry", ["{", "[" * 100_000, "\\xff", "null", '{"name": "x"}'])
+def test_an_entry_that_is_no_status_ends_no_island_and_is_logged_once(store, monkeypatch, entry):
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 1e9)  # refreshes on command
+    logged = []
+    registry = Registry(store.address, IslandStatus("me", True, run="run-1"), logged.append)
+    store.store.set("island/x", entry)
+    store.store.append("names", "x\n")
+    store.store.append("names", "without-entry\n../%s\n")
+    RegistryClient(store.address).register(IslandStatus("foreign", True, run="run-2"))
+    for _ in range(3):
+        registry.refresh()
+    assert [*registry.alive()] == ["me"]
+    assert registry.reachable_since_s < math.inf
+    assert len(logged) == 1
+    assert "'../%s', 'foreign', 'without-entry', 'x'" in logged[0]
+    registry.close()
+
+
 class Distant:
     """A store that counts the requests to it."""
 

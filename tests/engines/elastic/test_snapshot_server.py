@@ -1,13 +1,25 @@
 """The snapshot server, over real sockets on this machine."""
 
+import json
 import socket
 import threading
+from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 import torch
 
 from atoll.core.errors import ExchangeFailed
-from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, fetch_snapshot, query_status
+from atoll.engines.elastic import snapshot_server
+from atoll.engines.elastic.snapshot_server import (
+    DirectNetwork,
+    IslandPhase,
+    IslandStatus,
+    Snapshot,
+    SnapshotServer,
+    fetch_snapshot,
+    query_status,
+)
 from atoll.engines.elastic.state_version import StateVersion
 
 HOST = "127.0.0.1"
@@ -115,3 +127,57 @@ def test_a_client_that_stops_reading_is_dropped():
         assert free.wait(10.0)
         assert not server.has_readers
     server.close()
+
+
+def test_queries_of_another_run_get_no_answer_and_answers_of_one_are_none(server):
+    ours, theirs = DirectNetwork(HOST, run_id="run-1"), DirectNetwork(HOST, run_id="run-2")
+    status = replace(STATUS, run="run-1")
+    with closing(SnapshotServer(HOST, status.to_json, network=ours)) as of_a_run:
+        of_a_run.publish(Snapshot({"round": 3}, TENSORS))
+        assert query_status("a", of_a_run.address, 5.0, ours) == status
+        assert fetch_snapshot(of_a_run.address, 5.0, ours).header == {"round": 3}
+        assert query_status("a", of_a_run.address, 5.0, theirs) is None
+        with pytest.raises(ExchangeFailed, match="it ended in its first line"):
+            fetch_snapshot(of_a_run.address, 5.0, theirs)
+        assert query_status("a", server.address, 5.0, ours) is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"w": ["float32", [1 << 50]]}, r"'w' is float32 of shape \(1125899906842624,\), and this run has float32 of shape \(4,\)"),
+        ({"w": ["float64", [4]]}, "is float64 of shape"),
+        ({"w": ["float32", [2, 2]]}, "and this run has float32 of shape"),
+        ({"w": ["float32", [4]], "x": ["int8", [1 << 50]]}, "'x' is int8 of shape"),
+        ({}, "it lacks w"),
+        ({"w": ["float32", [-4]]}, "'-4' is no length"),
+        ({"w": ["float32", [True]]}, "'True' is no length"),
+        ({"w": ["Tensor", [4]]}, "'Tensor' is no dtype"),
+        ({"w": ["float32", 4]}, "not iterable"),
+        ({"w": [["float32"], [4]]}, "is no dtype"),
+        ({"w": ["float32", [4]], **{f"w{i}": ["float32", [4]] for i in range(9)}}, "it has 10 tensors"),
+        ([], "could be fetched"),
+    ],
+)
+def test_no_memory_is_taken_for_tensors_that_the_run_does_not_have(tensors, says):
+    answer = json.dumps({"header": {}, "tensors": tensors, "age_s": 0.0}).encode() + b"\n"
+    with pytest.raises(ExchangeFailed, match=says):
+        fetch_snapshot(answering(answer), 5.0, DirectNetwork(HOST), {"w": torch.zeros(4)})
+
+
+def test_idle_connections_make_few_threads_and_hinder_no_query(server):
+    before = threading.active_count()
+    with ExitStack() as stack:
+        for _ in range(600):
+            stack.enter_context(socket.create_connection(server.address.rsplit(":", 1), timeout=5.0))
+            assert threading.active_count() - before <= snapshot_server.MAX_WITHOUT_QUERY + 50  # closed ones end in a moment
+        assert query_status("a", server.address, 5.0) == STATUS
+
+
+def test_a_connection_beyond_the_limit_is_closed(server, monkeypatch):
+    monkeypatch.setattr(snapshot_server, "MAX_CONNECTIONS", 1)
+    server.publish(Snapshot({}, {"weights": torch.ones(20_000_000)}))  # more than any socket holds
+    with socket.create_connection(server.address.rsplit(":", 1), timeout=5.0) as reader:
+        reader.sendall(b"snapshot\n")
+        assert reader.recv(1)
+        assert query_status("a", server.address, 5.0) is None

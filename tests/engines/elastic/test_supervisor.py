@@ -22,7 +22,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.serialization import save_tree
 from atoll.engines.elastic import launch, supervisor as supervisor_module
 from atoll.engines.elastic.recovery import NoState
-from atoll.engines.elastic.rendezvous import RegistryClient, free_port, open_store
+from atoll.engines.elastic.rendezvous import RegistryClient, free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.supervisor import (
     REFUSED,
@@ -36,6 +36,7 @@ from atoll.engines.elastic.supervisor import (
     Supervisor,
     island_name,
 )
+from atoll.engines.rank_store import open_store
 from atoll.engines.run_lifecycle import RunTask
 from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
@@ -421,17 +422,28 @@ def test_a_log_that_was_cut_and_has_grown_again_is_followed_from_its_next_whole_
 
 
 def test_a_run_keeps_its_port_while_it_is_free(tmp_path, monkeypatch):
-    """Joiners find a resumed run at its old address, unless another process has it now."""
+    """Joiners find a resumed run at its old address, unless another process has it now. A port that the user chose must be free."""
     seen = []
-    monkeypatch.setattr(launch, "Supervisor", lambda task, *_: seen.append(task.spec.port) or SimpleNamespace(address="", run=bool))
-    spec = Elastic(processes=1, listen=f"{HOST}:{free_port(HOST)}")
+
+    def supervisor(task, *_):
+        seen.append(task.spec.port)
+        (tmp_path / "join_info.json").write_text(JoinInfo(task.run, task.spec, f"{HOST}:1").to_text())
+        return SimpleNamespace(address="", run=bool)
+
+    monkeypatch.setattr(launch, "Supervisor", supervisor)
+    monkeypatch.setattr(launch, "_PORT_LIMIT_S", 0.1)
+    spec = Elastic(processes=1)
     task = RunTask(run=spec.fitted(recipes.ALL["toy-sync"]()), spec=spec, folder=RunFolder(tmp_path))
     task = replace(task, run=replace(task.run, train=replace(task.run.train, warm_start_steps=0)))
-    launch.supervise(task)
-    assert seen == [spec.port] == [read_spec(tmp_path).port]
-    with socket.create_server((HOST, spec.port)):
+    for _ in range(2):
         launch.supervise(task)
-    assert seen[1] != spec.port
+    assert seen[0] == seen[1] != 0
+    assert read_spec(tmp_path) == spec, "as the user gave it"
+    with socket.create_server((HOST, seen[0])):
+        launch.supervise(task)
+        assert seen[2] != seen[0]
+        with pytest.raises(ConfigError, match="this machine cannot listen there"):
+            launch.supervise(replace(task, spec=replace(spec, listen=f"{HOST}:{seen[0]}")))
 
 
 def test_a_lighthouse_keeps_its_address(tmp_path):

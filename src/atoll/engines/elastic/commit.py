@@ -190,7 +190,7 @@ class CommitProtocol:
         """Query the peers that are not in the quorum: a restarted lighthouse may form a quorum of one while another island lives,
         and both would go on alone. If a peer is ahead, this island needs its state."""
         missing = {name: address for name, address in self.peers.items() if name not in present}
-        for name, status in query_islands(missing, self._scaled(QUERY_S)).items():
+        for name, status in query_islands(missing, self._scaled(QUERY_S), self._membership.network).items():
             if status.version > version:
                 raise StaleState(status.version, f"{name} holds {status.version}, and this island {version}")
             if status.version == version and time.monotonic() - began_s < self._patience_s:

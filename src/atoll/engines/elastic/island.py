@@ -26,6 +26,7 @@ from atoll.engines.elastic.rendezvous import Registry
 from atoll.engines.elastic.snapshot_server import (
     QUERY_S,
     SILENT_S,
+    DirectNetwork,
     IslandPhase,
     IslandStatus,
     Snapshot,
@@ -55,35 +56,33 @@ class IslandProcess:
     """One island.
 
     Args:
-        host: the address by which other islands reach this machine.
+        network: how this island reaches the run and the other islands.
         folder: of the run, where this machine has it.
         devices: that compute for this island; None: as many as the run's settings say.
-        sockets: whether islands exchange over sockets of their own in place of gloo.
     """
 
     def __init__(
         self,
         join_info: JoinInfo,
-        address: str,
-        host: str,
+        network: DirectNetwork,
         name: str,
         folder: Path | None,
         log: Callable[[str], object],
         interpose: Interpose | None = None,
         devices: int | None = None,
-        *,
-        sockets: bool = False,
     ) -> None:
         self._run, self._spec, self._name, self._log = join_info.run.resolved, join_info.spec, name, log
         self._device_count = devices or self._spec.devices
         check_devices_share_batch(self._run, self._device_count)
         self._folder = RunFolder(folder) if folder is not None else None
-        self.status = IslandStatus(name, folder is not None)
-        self._server = SnapshotServer(host, self.status.to_json)
-        self.status.address = self._server.address
-        self._registry = Registry(address, self.status)
+        self._network = network
+        self.status = IslandStatus(name, folder is not None, run=network.run_id)
+        self._server = SnapshotServer(network.host, self.status.to_json, network=network)
+        self.status.address = network.address_of(self._server.port)
+        network.serve(self._server.adopt)
+        self._registry = Registry(network.registry, self.status, log)
         limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
-        self._membership = Membership(self.status, host, join_info.lighthouse, limit_s, log, self._server, sockets=sockets)
+        self._membership = Membership(self.status, network, limit_s, log, self._server)
         self._commit_log = CommitLog()
         self._set_up(limit_s, interpose)
 
@@ -229,7 +228,7 @@ class IslandProcess:
         ready = {name: status for name, status in self._registry.alive().items() if status.phase != IslandPhase.JOINING}
         if len(ready) < planned:
             return ready
-        answers = query_islands({name: status.address for name, status in ready.items()}, QUERY_S)
+        answers = query_islands({name: status.address for name, status in ready.items()}, QUERY_S, self._network)
         return {name: status for name, status in ready.items() if name in answers}
 
     # --------------------------------------------------------------------------------------------------------------- the end
@@ -257,10 +256,11 @@ class IslandProcess:
             self._stay("the leader", lambda: leader_log.is_finished or not self._has_folder_peer(), lambda: True, SILENT_S)
         elif leader is not None and leader in addresses:
             self._log(f"{self._name} stays until {leader} has finished the run")
-            self._stay(leader, lambda: leader_log.is_finished, lambda: query_islands({leader: addresses[leader]}, SILENT_S))
+            asked = {leader: addresses[leader]}
+            self._stay(leader, lambda: leader_log.is_finished, lambda: query_islands(asked, SILENT_S, self._network))
 
     def _has_folder_peer(self) -> bool:
-        return any(status.has_folder for status in query_islands(self._engine.peer_addresses, QUERY_S).values())
+        return any(status.has_folder for status in query_islands(self._engine.peer_addresses, QUERY_S, self._network).values())
 
     def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> None:
         """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer."""
@@ -274,6 +274,7 @@ class IslandProcess:
     def close(self, *, wait: bool) -> None:
         self._membership.leave()
         self._registry.close()
+        self._network.close()
         self._server.close()
         if self._leader_log is not None:
             self._leader_log.release()

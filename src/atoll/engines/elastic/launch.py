@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import re
 import secrets
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +23,22 @@ import torch
 from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed, is_disk_full
 from atoll.core.flat_tree import Tree
+from atoll.core.optional_imports import require
 from atoll.core.protocols import AsyncAlgorithm
+from atoll.engines.elastic.gateway import Gateway, joiner_network, local_network
 from atoll.engines.elastic.island import Interpose, IslandProcess
 from atoll.engines.elastic.membership import log_while_waiting, retry
 from atoll.engines.elastic.recovery import NoState
-from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, free_port
-from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
+from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, check_free, free_port
+from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
+from atoll.engines.elastic.snapshot_server import DirectNetwork
+from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address, is_loopback
 from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
 from atoll.engines.liveness import exit_with, write_log_line
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import read_spec, with_settings, write_spec
+from atoll.runs.folder import RunFolder
 from atoll.runs.validation import check_devices_share_batch
 from atoll.telemetry.sinks import Fanout
 
@@ -47,35 +53,32 @@ def start(request: RunRequest) -> Result:
         algorithm: Any = request.run.resolved.algorithm
         refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), SimpleNamespace(rank=0, size=1)))
     spec = request.spec if request.spec is not None or request.out is None else read_spec(request.out)
-    if isinstance(spec, Elastic):
-        check_own_address(spec)
+    if isinstance(spec, Elastic):  # before there is a folder
+        # Processes of an interrupted run may still have its port: `supervise` waits for that.
+        check_free(spec.listen, any_port=request.run is None)
+        if spec.secured:
+            require("cryptography.x509", extra="torchft", purpose="elastic runs across machines")
     with request.open() as task:
         if not task.finished:
             supervise(task)
         return task.reopen()
 
 
-def check_own_address(spec: Elastic) -> None:
-    """Refuse to listen on an address that is not this machine's, before the run has a folder."""
-    try:
-        socket.create_server((spec.host, 0)).close()
-    except OSError as error:
-        why = (error.strerror or str(error)).partition(" (while")[0]
-        raise ConfigError(
-            f"engine.listen={spec.listen}: this machine cannot listen there ({why}). Give one of its own IPv4 "
-            f"addresses or its name, or leave it out for islands on this machine alone."
-        ) from error
+def joining_lines(spec: Elastic, folder: Path, address: str) -> str:
+    """How to join the run at this address, and what its network means.
 
-
-def joining_line(address: str) -> str:
-    """How to join the run.
-
-    >>> joining_line("127.0.0.1:7000")
+    >>> joining_lines(Elastic(), Path("run"), "127.0.0.1:7000")
     'join this run: atoll run --join 127.0.0.1:7000 (on this machine alone; set engine.listen to let other machines join)'
     """
-    alone = address.startswith(("127.", "localhost:"))
-    note = " (on this machine alone; set engine.listen to let other machines join)" if alone else ""
-    return f"join this run: atoll run --join {address}{note}"
+    if spec.secured:
+        where = ", ".join(spec.addresses)
+        return f"join this run: `atoll invite {folder}` here writes FILE; copy it; `atoll run --join FILE` there dials {where}"
+    if is_loopback(spec.host):
+        return f"join this run: atoll run --join {address} (on this machine alone; set engine.listen to let other machines join)"
+    return (
+        f"join this run: atoll run --join {address} --set engine.network=trusted\n"
+        f"engine.network=trusted: every machine that reaches the ports of {spec.host} can read, replace and stop this run"
+    )
 
 
 def supervise(task: RunTask) -> None:
@@ -83,44 +86,97 @@ def supervise(task: RunTask) -> None:
     spec = task.spec
     assert isinstance(spec, Elastic)
     check_devices_share_batch(task.run, spec.devices)
-    # The run's work stays divided by the planned islands. Its port stays the same, so that joiners find it again, if it is free.
-    listen = f"{spec.host}:{free_port(spec.host, spec.port)}"
-    spec = replace(spec, processes=spec.processes or task.run.cluster.islands, listen=listen)
-    task = replace(task, spec=spec)
+    # The run's work stays divided by the planned islands.
+    spec = replace(spec, processes=spec.processes or task.run.cluster.islands)
     write_spec(task.folder.path, spec)
+    spec = replace(spec, listen=_listen_address(spec, task.folder.path))
+    if spec.secured:
+        RunSecrets.create(task.folder.path)
+    task = replace(task, spec=spec)
     with Fanout(list(task.sinks)) as sink:
         if task.run.train.warm_start_steps:  # once, before the islands that all start from it
             task.preparation.warm_start(task.folder.warm_start, sink)
         with task.injecting(ProcessHooks()) as hooks:
             supervisor = Supervisor(task, sink, hooks)
-            task.log(hooks.joining or joining_line(supervisor.address))
+            task.log(hooks.joining or joining_lines(spec, task.folder.path, supervisor.address))
             supervisor.run()
+
+
+def _listen_address(spec: Elastic, folder: Path) -> str:
+    """Where the run listens. A port that the user chose must be free; else the run keeps its former port if it is free, so that
+    joiners find a resumed run again."""
+    if spec.port:
+        retry(lambda: check_free(spec.listen), ConfigError, _PORT_LIMIT_S, _POLL_S)
+        return spec.listen
+    former = JoinInfo.former(folder / "join_info.json")
+    return f"{spec.host}:{free_port(spec.host, former.spec.port if former and former.spec.host == spec.host else 0)}"
 
 
 LOCAL_TIMEOUT_S = 60.0
 """How long an island that the supervisor started looks for the run."""
-_JOINERS_OWN = ("engine.devices", "engine.join_timeout_s")
+_PORT_LIMIT_S = 2.0
+"""How long processes of an interrupted run may still have its port when it is resumed."""
+_JOINERS_OWN = ("engine.devices", "engine.network", "engine.join_timeout_s")
 _POLL_S = 0.2
 
 
-def join_run(address: str, settings: Sequence[str], others: Sequence[str] = ()) -> None:
-    """Be one more island of the run at this address, HOST:PORT. A joiner has two settings of its own: `engine.devices`, by default
-    as the run's islands have, and `engine.join_timeout_s`. Refuses all other settings, and the user's other options."""
+def invite_joiner(folder: Path, out: Path | None, revoke: str | None, *, rotate: bool) -> str:
+    """Write a join file for the run in this folder; or revoke one, or all. Returns what was done, in words."""
+    RunFolder.open(folder)
+    if (out is not None) + (revoke is not None) + rotate > 1:
+        raise ConfigError("--out, --revoke and --rotate exclude each other. Use one of them.")
+    info = JoinInfo.former(folder / "join_info.json")
+    if info is None:
+        raise ConfigError(f"{folder} has no elastic run that was started with this version of atoll. Start it, then invite.")
+    if not info.spec.secured:
+        raise ConfigError(
+            f"{folder} listens on {info.spec.listen} with engine.network={info.spec.network}, where join files admit no machine. "
+            f"Resume it with --set engine.listen=HOST:PORT, an address that other machines reach, and engine.network=tls."
+        )
+    if rotate:
+        RunSecrets.rotate(folder)
+        return "the run's certificates are new. Every join file written before is void."
+    if revoke is not None:
+        RunSecrets.revoke(folder, revoke)
+        return f"the join file {revoke} is revoked."
+    join = RunSecrets.invite(folder, info.spec.addresses)
+    identity = join.credentials.identity
+    path = out or Path(f"join-{identity}.json")
+    join.write(path)
+    return (
+        f"{path}\nid {identity}, dials {', '.join(join.addresses)}. It holds a key: copy it over a secure channel, and use it "
+        f"there with: atoll run --join {path.name}"
+    )
+
+
+def join_run(where: str, settings: Sequence[str], others: Sequence[str] = ()) -> None:
+    """Be one more island of the run that a join file admits to, or of the run at HOST:PORT, on loopback or in a trusted network. A
+    joiner has three settings of its own: `engine.devices`, by default as the run's islands have, `engine.network` and
+    `engine.join_timeout_s`. Refuses all other settings, and the user's other options."""
     foreign = [setting for setting in settings if setting.partition("=")[0] not in _JOINERS_OWN]
     if others or foreign:
         raise ConfigError(
             f"{shown_text(', '.join([*others, *foreign]))} with --join: a joiner fetches the run from its address. Its own "
-            f"settings are {' and '.join(_JOINERS_OWN)}. Leave out the others."
+            f"settings are {', '.join(_JOINERS_OWN[:-1])} and {_JOINERS_OWN[-1]}. Leave out the others."
         )
     spec = with_settings(Elastic(), settings)
     assert isinstance(spec, Elastic)
-    check_address(address)
+    join = JoinFile.read(Path(where)) if os.path.isfile(where) else None
+    if join is None:
+        check_address(where)
+        if not is_loopback(where.rpartition(":")[0]) and spec.network == "tls":
+            raise ConfigError(
+                f"--join {where}: another machine admits joiners by a join file. Run `atoll invite DIR` there, copy the file that "
+                f"it writes, and use `--join FILE`; or, if the run has engine.network=trusted, add --set engine.network=trusted."
+            )
+    address = ", ".join(join.addresses) if join else where
     if spec.join_timeout_s:
         log(f"looking for the run at {address} for at most {spec.join_timeout_s:g} s; Ctrl-C ends it")
     # Two containers on one machine's network may have the same host name and the same process id.
-    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    name = re.sub(r"[^\w.-]", "-", f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}", flags=re.ASCII)
     own_devices = any(setting.startswith("engine.devices=") for setting in settings)
-    run_island(address, name, None, devices=spec.devices if own_devices else None, join_timeout_s=spec.join_timeout_s)
+    devices = spec.devices if own_devices else None
+    run_island(address, name, None, devices=devices, join=join, join_timeout_s=spec.join_timeout_s)
 
 
 def run_island(
@@ -130,6 +186,7 @@ def run_island(
     *,
     devices: int | None = None,
     interpose: Interpose | None = None,
+    join: JoinFile | None = None,
     join_timeout_s: float = LOCAL_TIMEOUT_S,
 ) -> NoReturn:
     """Be the island of this name, unlike all others', until the run at this address is over, then end the process. A joiner has no
@@ -138,13 +195,12 @@ def run_island(
         end_with_supervisor()
     os.environ.setdefault("RUST_LOG", "warn")  # torchft logs every quorum
     try:
-        join_info = fetch_join_info(address, join_timeout_s) if folder is not None else _find_run(address, join_timeout_s)
-        host = _host_towards(address)
+        join_info, network = find_run(address, name, folder, join, join_timeout_s)
         torch.set_num_threads(join_info.run.cluster.threads_per_island)
-        log(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
+        log(f"{name} on {platform.node()} ({network.host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         gc.freeze()  # each change of members collects garbage while others wait, and imported modules are none
         with ExitStack() as stack:
-            island = IslandProcess(join_info, address, host, name, folder, log, interpose, devices)
+            island = IslandProcess(join_info, network, name, folder, log, interpose, devices)
             stack.push(lambda kind, error, trace: island.close(wait=kind is None))
             island.run()
     except NoState as error:  # another island may have the state that this one could not read
@@ -160,42 +216,72 @@ def run_island(
 def run_rendezvous(join_info: Path, address: str) -> NoReturn:
     """Be the rendezvous of a run until this process is ended."""
     end_with_supervisor()
-    info = JoinInfo.from_text(join_info.read_text("utf-8", errors="replace"))
+    gateway = None
     try:
-        rendezvous = Rendezvous(info, address)
+        info = JoinInfo.from_text(join_info.read_text("utf-8", errors="replace"))
+        rendezvous = Rendezvous(info, info.registry or address)
+        if info.spec.secured:
+            services = {"registry": info.registry, "lighthouse": info.lighthouse}
+            ports = {name: int(where.rpartition(":")[2]) for name, where in services.items()}
+            gateway = Gateway(join_info.parent, address, ports, log)
     except BaseException as error:
         exit_with(error, sys.stderr)
     try:
         while True:
             signal.pause()
     finally:
+        if gateway is not None:
+            gateway.close()
         rendezvous.close()
 
 
-def fetch_join_info(address: str, timeout_s: float) -> JoinInfo:
-    """What the run at this address is."""
+def find_run(
+    address: str, name: str, folder: Path | None, join: JoinFile | None, timeout_s: float
+) -> tuple[JoinInfo, DirectNetwork]:
+    """What the run at this address is, and the network of its island of this name. A joiner has no `folder`."""
+
+    def refused(error: Exception) -> NoReturn:
+        exit_with(error, sys.stderr)
+
+    if folder is not None:
+        info = fetch_join_info(address, timeout_s, run_id_of(folder))
+        if info.spec.secured:
+            return info, local_network(info, folder, name, refused)
+        return info, DirectNetwork(_host_towards(address), address, info.lighthouse, info.run_id)
+    try:
+        if join is not None:
+            joined = joiner_network(join, name, refused)
+            return fetch_join_info(joined.registry, timeout_s, join.credentials.run_id, joined.check), joined
+        info = fetch_join_info(address, timeout_s, None)
+    except ExchangeFailed as error:  # a mistyped address ends the joiner at once, unless the user lets it wait
+        why = str(error.__cause__ or error)
+        given = "Make a new join file if the run's address has changed" if join else "Give the address that the run printed"
+        raise ConfigError(
+            f"--join {address}: no run answers there ({why}). {given}; if it may appear later, let the joiner wait: --set "
+            f"engine.join_timeout_s=600."
+        ) from error
+    return info, DirectNetwork(_host_towards(address), address, info.lighthouse, info.run_id)
+
+
+def fetch_join_info(
+    address: str, timeout_s: float, run_id: str | None = None, check: Callable[[], object] = lambda: None
+) -> JoinInfo:
+    """What the run at this address is. Refuses another run than that of this id. `check` raises ExchangeFailed while the run cannot
+    be reached."""
     registry = RegistryClient(address)
 
     def fetch() -> JoinInfo:
+        check()
         text = registry.join_info()
         if text is None:
             raise ExchangeFailed(f"the run at {address} has published nothing for {timeout_s:.0f} s. Start it again.")
         return JoinInfo.from_text(text)
 
     with log_while_waiting(log, f"waiting for the run at {address}"):
-        return retry(fetch, ExchangeFailed, timeout_s, _POLL_S)
-
-
-def _find_run(address: str, timeout_s: float) -> JoinInfo:
-    """What a joiner's run is. A mistyped address ends the joiner at once, unless the user lets it wait."""
-    try:
-        return fetch_join_info(address, timeout_s)
-    except ExchangeFailed as error:
-        why = str(error.__cause__ or error)
-        raise ConfigError(
-            f"--join {address}: no run answers there ({why}). Give the address that the run printed when it started; if it may "
-            f"appear later, let the joiner wait: --set engine.join_timeout_s=600."
-        ) from error
+        info = retry(fetch, ExchangeFailed, timeout_s, _POLL_S)
+    if run_id is not None and info.run_id != run_id:
+        raise ConfigError(f"{address} belongs to another run ({info.run_id}, and not {run_id}). Set engine.listen to a free port.")
+    return info
 
 
 def end_with_supervisor() -> None:

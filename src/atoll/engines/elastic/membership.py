@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,9 +23,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from atoll.core.errors import ExchangeFailed
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
-from atoll.engines.elastic.snapshot_server import QUERY_S, IslandStatus, SnapshotServer, dial_address, query_islands, query_status
+from atoll.engines.elastic.snapshot_server import (
+    QUERY_S,
+    DirectNetwork,
+    IslandStatus,
+    SnapshotServer,
+    query_islands,
+    query_status,
+)
+from atoll.engines.elastic.spec import NAME
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.liveness import FailureDetector, Heartbeat
 from atoll.engines.point_to_point import MessageGroup, first_sentence
@@ -38,6 +47,7 @@ _CONNECT_LIMIT = timedelta(seconds=10)
 _RETRY_S = 0.2
 _QUORUM_RETRIES = 1000
 """Of torchft's manager while the lighthouse is away. Without retries it never answers a request that the lighthouse died over."""
+_LOOPBACK, _UNREACHABLE = "127.0.0.1", "manager.invalid"  # no name ends in .invalid (RFC 6761)
 _UNUSED_TAG = 1  # messages have tag 0
 _GlooOptions: Any = getattr(dist.ProcessGroupGloo, "_Options")  # noqa: B009 (torch's stubs lack it)
 T = TypeVar("T")
@@ -84,21 +94,33 @@ class Member:
     address: str
     has_folder: bool
     joined_s: float
+    store_port: int = 0  # of the store under which a process group connects, if the island is its first member
+    run: str = ""  # the id of the run
 
     def to_replica_id(self) -> str:
         """A unique id: the address belongs to one process, and the time distinguishes that process's joins.
 
-        >>> member = Member("b", "192.0.2.7:4711", True, 12.5)
+        >>> member = Member("b", "192.0.2.7:4711", True, 12.5, 4712, "run-1")
         >>> member.to_replica_id(), Member.from_replica_id(member.to_replica_id()) == member
-        ('b:192.0.2.7:4711:folder:12.5', True)
+        ('b:192.0.2.7:4711:folder:12.5:4712:run-1', True)
         """
-        return f"{self.name}:{self.address}:{'folder' if self.has_folder else 'remote'}:{self.joined_s!r}"
+        folder = "folder" if self.has_folder else "remote"
+        return f"{self.name}:{self.address}:{folder}:{self.joined_s!r}:{self.store_port}:{self.run}"
 
     @staticmethod
-    def from_replica_id(text: str) -> Member:
-        name, _, rest = text.partition(":")
-        address, folder, joined_s = rest.rsplit(":", 2)
-        return Member(name, address, folder == "folder", float(joined_s))
+    def from_replica_id(text: str) -> Member | None:
+        """The member of this id; None if it is no id of an island.
+
+        >>> Member.from_replica_id("x"), Member.from_replica_id("b:192.0.2.7:4711:folder:nan:4712:run-1")
+        (None, None)
+        """
+        try:
+            name, _, rest = text.partition(":")
+            address, folder, joined_s, store_port, run = rest.rsplit(":", 4)
+            member = Member(name, address, folder == "folder", float(joined_s), int(store_port), run)
+        except ValueError:
+            return None
+        return member if NAME.fullmatch(name) and member.to_replica_id() == text and math.isfinite(member.joined_s) else None
 
 
 @dataclass(frozen=True)
@@ -159,34 +181,35 @@ class Quorum:
 
 
 class Membership:
-    """One island's membership in the run. Other islands reach this machine at `host`. The island waits `limit_s` for a lighthouse
-    that does not answer.
+    """One island's membership in the run, whose lighthouse and other islands it reaches by `network`. It waits `limit_s` for a
+    lighthouse that does not answer.
 
     Args:
         server: accepts the connections of other members, and relays those of members that do not reach each other; None: members
             exchange over gloo only.
-        sockets: whether members exchange over sockets of their own. Else they do only where gloo cannot connect them.
+        sockets: whether members exchange over sockets of their own. Else they do only where gloo cannot connect them, or may not.
     """
 
     def __init__(
         self,
         status: IslandStatus,
-        host: str,
-        lighthouse: str,
+        network: DirectNetwork,
         limit_s: float,
         log: Callable[[str], object],
         server: SnapshotServer | None = None,
         *,
         sockets: bool = False,
     ) -> None:
-        self._status, self._host, self._lighthouse, self._limit_s, self._log = status, host, lighthouse, limit_s, log
+        self._status, self.network, self._limit_s, self._log = status, network, limit_s, log
+        self._host, self._lighthouse = network.host, network.lighthouse
         self._exchange_server, self._sockets = server, sockets
-        self._dial = server.dial if server is not None else dial_address
         self._relayed: frozenset[str] = frozenset()
         """Members that this island reaches only through another one."""
         self._failures = 0
         self._store: TCPStore
-        self._store, self._store_port = open_store(host)
+        self._store, self._store_port = open_store(self._host)
+        self._own_id = ""
+        self._ignored: set[str] = set()
         self._server: Any = None
         self._client: Any = None
         self._group: dist.ProcessGroupGloo | SocketGroup | None = None
@@ -201,16 +224,21 @@ class Membership:
         coordination: Any = require("torchft.coordination", extra="torchft", purpose="elastic runs")
         with log_while_waiting(self._log, f"the lighthouse at {self._lighthouse} does not answer yet"):
             self._server = self._retry(lambda: self._manager_server(coordination))
-        self._client = coordination.ManagerClient(self._server.address(), connect_timeout=_CONNECT_LIMIT)
+        port = self._server.address().rpartition(":")[2]
+        self._client = coordination.ManagerClient(f"http://{_LOOPBACK}:{port}", connect_timeout=_CONNECT_LIMIT)
 
     def _manager_server(self, coordination: Any) -> Any:
         status = self._status
+        member = Member(status.name, status.address, status.has_folder, time.time(), self._store_port, self.network.run_id)
+        self._own_id = member.to_replica_id()
         return coordination.ManagerServer(
-            replica_id=Member(status.name, status.address, status.has_folder, time.time()).to_replica_id(),
+            replica_id=self._own_id,
             lighthouse_addr=f"http://{self._lighthouse}",
-            hostname=self._host,
-            bind=f"{self._host}:0",
-            store_addr=f"{self._host}:{self._store_port}",
+            # Only this island talks to its manager. The lighthouse's web page has a button that kills the island of a manager, so
+            # the lighthouse gets no address that it could dial.
+            hostname=_UNREACHABLE,
+            bind=f"{_LOOPBACK}:0",
+            store_addr="",
             world_size=1,
             heartbeat_interval=_HEARTBEAT,
             connect_timeout=min(_CONNECT_LIMIT, timedelta(seconds=self._limit_s)),
@@ -244,14 +272,29 @@ class Membership:
         the whole quorum connects under a new store prefix. Raises MembershipLost if the lighthouse does not answer."""
         with log_while_waiting(self._log, "waiting for the other islands to finish this round"):
             found = self._retry(lambda: self._request_quorum(version, failures))
+        members, rank = self._members(found.replica_ids)
         # A restarted lighthouse counts quorums from the beginning: the members' version distinguishes its quorums from older ones.
-        store = f"{found.store_address}/{found.max_step}/{found.quorum_id}"
-        members = tuple(map(Member.from_replica_id, found.replica_ids))
-        self._quorum_key = (found.quorum_id, found.store_address, members)
+        first = members[0]
+        store = f"{first.address.rpartition(':')[0]}:{first.store_port}/{found.max_step}/{found.quorum_id}"
+        self._quorum_key = (found.quorum_id, store.partition("/")[0], members)
         self._failures = failures
         if self._exchange_server is not None:
             self._exchange_server.routes = {member.name: member.address for member in members if member.name != self._status.name}
-        return Quorum(members, found.replica_rank, store, connected=self._connected_key == self._quorum_key)
+        return Quorum(members, rank, store, connected=self._connected_key == self._quorum_key)
+
+    def _members(self, ids: Sequence[str]) -> tuple[tuple[Member, ...], int]:
+        """The islands of this run among these ids, in the same order for all of them, and the rank of this one. Any process that
+        reaches the lighthouse may have registered the other ids."""
+        named = {one: Member.from_replica_id(one) for one in ids}
+        members = {one: member for one, member in named.items() if member is not None and member.run == self.network.run_id}
+        if new := {*named} - members.keys() - self._ignored:
+            self._log(
+                f"ignores members of the quorum that are no islands of this run: {', '.join(repr(i[:60]) for i in sorted(new)[:5])}"
+            )
+            self._ignored |= new
+        if self._own_id not in members:
+            raise ExchangeFailed(f"{self._status.name} is not in the quorum that it asked for")
+        return tuple(members.values()), [*members].index(self._own_id)
 
     def _request_quorum(self, version: StateVersion, failures: int) -> Any:
         return self._client._quorum(
@@ -267,9 +310,9 @@ class Membership:
     def query_members(self, quorum: Quorum, limit_s: float) -> dict[str, IslandStatus]:
         """The status of the other members that answer: directly, or through a member that does."""
         addresses = {member.name: member.address for member in quorum.others.values()}
-        answers, found = query_islands(addresses, limit_s, self._dial), {}
+        answers, found = query_islands(addresses, limit_s, self.network), {}
         for name in addresses.keys() - answers.keys() if self._exchange_server is not None else ():
-            statuses = (query_status(name, addresses[relay], limit_s, dial=self._dial, relayed=True) for relay in answers)
+            statuses = (query_status(name, addresses[relay], limit_s, self.network, relayed=True) for relay in answers)
             if (status := next((one for one in statuses if one is not None), None)) is not None:
                 found[name] = status
         if found.keys() != self._relayed and found:
@@ -280,9 +323,9 @@ class Membership:
     def query(self, name: str, address: str, limit_s: float) -> IslandStatus | None:
         """The status of a member, by the way that reached it when the quorum connected."""
         if name not in self._relayed or self._exchange_server is None:
-            return query_status(name, address, limit_s, dial=self._dial)
+            return query_status(name, address, limit_s, self.network)
         relays = [relay for other, relay in self._exchange_server.routes.items() if other != name and other not in self._relayed]
-        statuses = (query_status(name, relay, limit_s, dial=self._dial, relayed=True) for relay in relays)
+        statuses = (query_status(name, relay, limit_s, self.network, relayed=True) for relay in relays)
         return next((one for one in statuses if one is not None), None)
 
     def connect(self, quorum: Quorum, limit_s: float) -> dist.ProcessGroupGloo | SocketGroup:
@@ -304,7 +347,8 @@ class Membership:
         server, limit = self._exchange_server, timedelta(seconds=limit_s)
         if server is None:
             return self._gloo_group(quorum, limit)
-        if not (self._sockets or self._relayed or server.accepted.has(quorum.key)):
+        only_sockets = self._sockets or not all(self.network.is_trusted(member.address) for member in quorum.members)
+        if not (only_sockets or self._relayed or server.accepted.has(quorum.key)):
             try:
                 return self._gloo_group(quorum, limit)
             except Exception:
@@ -313,9 +357,12 @@ class Membership:
         addresses = {member.name: member.address for member in quorum.members}
 
         def dial(name: str, limit_s: float) -> socket.socket:
-            return self._dial(addresses[name], limit_s)
+            try:
+                return self.network.dial(addresses[name], limit_s)
+            except ConfigError as error:  # the gateway refuses this island
+                raise ConnectionError(str(error)) from error
 
-        if self._sockets:
+        if only_sockets:
             return connect_group(quorum.names, quorum.rank, quorum.key, dial, server.accepted, limit_s, self._relayed)
         # Members that try gloo first find a connection of this quorum when they give it up: lower ranks dial none otherwise.
         notices = [self._notice(quorum, member) for rank, member in quorum.others.items() if rank > quorum.rank]
@@ -331,7 +378,7 @@ class Membership:
         if member.name in self._relayed:
             return None
         with suppress(OSError):
-            notice = self._dial(member.address, QUERY_S)
+            notice = self.network.dial(member.address, QUERY_S)
             notice.sendall(f"exchange {quorum.key} {quorum.rank}\n".encode())
             return notice
         return None
@@ -339,6 +386,7 @@ class Membership:
     def _gloo_group(self, quorum: Quorum, limit: timedelta) -> dist.ProcessGroupGloo:
         address, _, prefix = quorum.store.partition("/")
         host, _, port = address.rpartition(":")
+        host = _LOOPBACK if host.startswith("island:") else host  # all members are on the gateway's machine
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
         options: Any = _GlooOptions()
         options._timeout = limit

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from atoll.core.errors import CheckpointError, ExchangeFailed
-from atoll.core.serialization import Packed, unpack
+from atoll.core.serialization import Packed, pack, unpack
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.leader_event_log import CommitLog, LeaderLog
@@ -144,7 +144,7 @@ class Recovery:
     def _holders(self, engine: ElasticEngine) -> list[IslandStatus]:
         """The other islands that answer that they have a state, the newest first, and of one state those that confirmed it."""
         addresses = {**engine.peer_addresses, **{one.name: one.address for one in self._registered()}}
-        answers = [one for one in query_islands(addresses, QUERY_S).values() if one.version != NO_VERSION]
+        answers = [one for one in query_islands(addresses, QUERY_S, self._membership.network).values() if one.version != NO_VERSION]
         return sorted(answers, key=lambda one: (one.version, one.exchanging, one.confirmed, one.name), reverse=True)
 
     def _fetch_newest(self, engine: ElasticEngine, at_least: StateVersion, *, leaves: bool = False) -> str:
@@ -167,7 +167,8 @@ class Recovery:
     def _fetch(self, engine: ElasticEngine, holder: IslandStatus, at_least: StateVersion) -> str:
         """Fetch this island's state; "" if that fails, or the state is older."""
         try:
-            snapshot = fetch_snapshot(holder.address, _FETCH_LIMIT_S)
+            expected = pack(engine.shared()).tensors
+            snapshot = fetch_snapshot(holder.address, _FETCH_LIMIT_S, self._membership.network, expected)
             if snapshot is None or StateVersion(*snapshot.header["metadata"]["version"]) < at_least:
                 return ""
             check_same_origin(self._origin, snapshot.header["origin"], holder.name)

@@ -7,22 +7,23 @@ rendezvous process dies and comes back on the same ports, islands register again
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from atoll.core.errors import ExchangeFailed
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
 from atoll.engines.elastic.snapshot_server import IslandStatus
-from atoll.engines.elastic.spec import JoinInfo
+from atoll.engines.elastic.spec import NAME, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import FailureDetector, Heartbeat
 from atoll.engines.rank_store import open_store
@@ -46,6 +47,22 @@ def free_port(host: str, wanted: int = 0) -> int:
         if not wanted:
             raise
         return free_port(host)
+
+
+def check_free(listen: str, *, any_port: bool = False) -> None:
+    """Refuse an `engine.listen` that is not an address of this machine, or, unless `any_port` will do, whose port another process
+    has."""
+    host, _, port = listen.rpartition(":")
+    try:
+        socket.create_server((host, 0 if any_port else int(port))).close()
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        own = "Give one of its own IPv4 addresses or its name, or leave it out for islands on this machine alone"
+        in_use = "Stop the process that has the port, or use another port"
+        raise ConfigError(
+            f"engine.listen={listen}: this machine cannot listen there ({why}). "
+            f"{in_use if error.errno == errno.EADDRINUSE else own}."
+        ) from error
 
 
 class Rendezvous:
@@ -78,6 +95,10 @@ class RegistryClient:
         self._port = int(port)
         self._store: TCPStore | None = None
         self._registered: set[str] = set()
+        self._stored: set[str] = set()
+        """Names whose entries exist: a store waits for one that does not."""
+        self.malformed: set[str] = set()
+        """Names whose entries are missing, or no island's status."""
 
     @contextmanager
     def _connected(self) -> Iterator[Any]:  # torch's stubs lack some of a store's methods
@@ -89,7 +110,7 @@ class RegistryClient:
                 self._store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
             yield self._store
         except (RuntimeError, OSError) as error:
-            self._store = None
+            self._store, self._stored = None, set()
             where = f"{self._host}:{self._port}"
             raise ExchangeFailed(f"no registry answers at {where}: {error}. Is the run's first machine still up?") from error
 
@@ -110,7 +131,7 @@ class RegistryClient:
     def names(self) -> list[str]:
         """The names that have registered and were not pruned, once per registration."""
         with self._connected() as store:
-            names = store.get(_NAMES).decode().split() if store.check([_NAMES]) else []
+            names = store.get(_NAMES).decode("utf-8", "replace").split() if store.check([_NAMES]) else []
         self._registered.intersection_update(names)  # another island may have pruned one that lives
         return names
 
@@ -119,17 +140,26 @@ class RegistryClient:
         kept = [name for name in dict.fromkeys(names) if name not in dead]
         before, after = ("".join(f"{name}\n" for name in some) for some in (names, kept))
         with self._connected() as store:
-            return bool(store.compare_set(_NAMES, before, after).decode() == after)
+            return bool(store.compare_set(_NAMES, before, after).decode("utf-8", "replace") == after)
 
     def delete_status(self, name: str) -> None:
         with self._connected() as store:
             store.delete_key(_key(name))
 
     def statuses(self, names: Collection[str]) -> dict[str, IslandStatus]:
-        """What these islands registered last, in one request."""
+        """What these islands registered last, in one request. It leaves out names without a status."""
         with self._connected() as store:
-            found = map(IslandStatus.from_text, store.multi_get([*map(_key, names)]) if names else [])
-            return {name: status for name, status in zip(names, found, strict=True) if status is not None and status.name == name}
+            self._stored.intersection_update(names)
+            self._stored.update(
+                name for name in names if name not in self._stored and NAME.fullmatch(name) and store.check([_key(name)])
+            )
+            asked = [name for name in names if name in self._stored]
+            found = map(IslandStatus.from_text, store.multi_get([*map(_key, asked)]) if asked else [])
+            statuses = {
+                name: status for name, status in zip(asked, found, strict=True) if status is not None and status.name == name
+            }
+        self.malformed = {*names} - statuses.keys()
+        return statuses
 
 
 def _key(name: str) -> str:
@@ -139,8 +169,9 @@ def _key(name: str) -> str:
 class Registry:
     """Registers one island's status with each heartbeat, in a thread of its own, and knows which other islands are alive."""
 
-    def __init__(self, address: str, status: IslandStatus) -> None:
-        self._client, self._status = RegistryClient(address), status
+    def __init__(self, address: str, status: IslandStatus, log: Callable[[str], object] = lambda text: None) -> None:
+        self._client, self._status, self._log = RegistryClient(address), status, log
+        self._ignored: set[str] = set()
         self._refreshing = threading.Lock()
         self._detector: FailureDetector[str] = FailureDetector(UNREGISTERED_S)
         self._statuses: dict[str, IslandStatus] = {}
@@ -160,13 +191,21 @@ class Registry:
             try:
                 self._client.register(self._status)
                 names = self._client.names()
-                self._statuses = self._client.statuses([*dict.fromkeys(names)])
+                found = self._client.statuses([*dict.fromkeys(names)])
+                self._statuses = {name: status for name, status in found.items() if status.run == self._status.run}
+                self._log_ignored({*self._client.malformed, *(found.keys() - self._statuses.keys())})
                 dead = self._note_heartbeats(names)
                 self._prune(names, dead)
             except ExchangeFailed:
                 self.reachable_since_s = math.inf
             else:
                 self.reachable_since_s = min(self.reachable_since_s, time.monotonic())
+
+    def _log_ignored(self, names: set[str]) -> None:
+        if new := sorted(names - self._ignored):
+            shown = ", ".join(repr(name[:60]) for name in new[:5])
+            self._log(f"ignores {len(new)} entries of the registry that are of no island of this run: {shown}")
+        self._ignored |= names
 
     def _note_heartbeats(self, names: Collection[str]) -> set[str]:
         """Returns the registered islands that have been silent for so long that no island needs their status."""
@@ -175,7 +214,7 @@ class Registry:
             self._detector.forget(name)
         self._seen = {*names}
         for name in self._seen:
-            # A name without a status counts as silent too: its island died between two requests.
+            # A name without a status counts as silent too: its island died between two requests, or is none of this run.
             status = self._statuses.get(name)
             self._detector.observe(name, None if status is None else status.heartbeat, now_s)
             if now_s - self._detector.heard_s(name) > FORGOTTEN_S:

@@ -1,8 +1,9 @@
 """An island's server for other islands: it answers status queries, and sends the last committed state while the island trains on.
 
 A status query is answered by one line of JSON. A snapshot is one line of JSON that describes the tensors, the tensors as they lie
-in memory, and their checksum. The receiver runs nothing that it receives. A snapshot that is being read keeps its buffers: the
-island asks `has_readers` before it reuses them.
+in memory, and their checksum. The receiver runs nothing that it receives, and takes memory only for tensors that it expects.
+Queries name the run; those of another run get no answer. A snapshot that is being read keeps its buffers: the island asks
+`has_readers` before it reuses them.
 
 A connection that begins with `exchange KEY RANK` is kept for the exchange of that key. With `relay NAME` before it, a status query
 or an exchange is passed on to the member of that name: for islands that cannot reach each other.
@@ -17,31 +18,35 @@ import socketserver
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from atoll.core.errors import ExchangeFailed
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.socket_transport import AcceptedConnections, Dial, splice
+from atoll.engines.socket_transport import AcceptedConnections, splice
 
 QUERY_S = 1.0
 """How long a status query may take."""
 SILENT_S = 6.0
 """An island that answers no query for so long is taken for dead."""
+MAX_CONNECTIONS, MAX_WITHOUT_QUERY = 512, 64
+"""Of one server. A further connection is closed; a further one without a query closes the oldest of these."""
+_FIRST_LINE_S = 5.0
 _CHUNK_BYTES = 1 << 20
-_HEADER_LIMIT_BYTES = 64 << 20
+_HEADER_LIMIT_BYTES, _STATUS_LIMIT_BYTES = 64 << 20, 1 << 20
 _QUERY_LIMIT_BYTES = 512
 _MOST_RELAYS = 64
 _EXCHANGE = re.compile(rb"exchange ([0-9a-f]{8,64}) ([0-9]{1,5})")
-_RELAY = re.compile(rb"relay (\S+) (status|exchange [0-9a-f]{8,64} [0-9]{1,5})")
+_RELAY = re.compile(rb"relay (\S+) (status(?: [\w-]{1,64})?|exchange [0-9a-f]{8,64} [0-9]{1,5})")
 
 
 class IslandPhase(StrEnum):
@@ -63,6 +68,7 @@ class IslandStatus:
     confirmed: bool = True  # whether it took part in the commit of the state that it holds, or knows it to be the newest
     suspects: frozenset[str] = frozenset()  # islands that it could not exchange with since its last commit
     heartbeat: int = 0  # counts its registrations
+    run: str = ""  # the id of its run
 
     def to_json(self) -> dict[str, Any]:
         version = NO_VERSION if self.phase is IslandPhase.JOINING else self.version
@@ -76,7 +82,7 @@ class IslandStatus:
             if not isinstance(sent, dict) or {name: type(value) for name, value in sent.items()} != _STATUS_TYPES:
                 return None
             converted = {"phase": IslandPhase(sent["phase"]), "version": StateVersion.of(sent["version"])}
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return IslandStatus(**{**sent, **converted, "suspects": frozenset(map(str, sent["suspects"]))})
 
@@ -97,19 +103,55 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def dial_address(address: str, limit_s: float) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=limit_s)
+class DirectNetwork:
+    """How one island reaches its run and the other islands, where each of them listens on an address that this one can dial.
+
+    Args:
+        host: of this machine, as other islands dial it.
+        registry, lighthouse: addresses of the run's servers.
+        run_id: with which queries and answers are marked; "" marks none.
+    """
+
+    def __init__(self, host: str, registry: str = "", lighthouse: str = "", run_id: str = "") -> None:
+        self.host, self.registry, self.lighthouse, self.run_id = host, registry, lighthouse, run_id
+
+    def address_of(self, port: int) -> str:
+        """What other islands dial to reach a port of this one."""
+        return f"{self.host}:{port}"
+
+    def is_trusted(self, address: str) -> bool:
+        """Whether connections to this address need neither authentication nor encryption."""
+        return True
+
+    def dial(self, address: str, limit_s: float) -> socket.socket:
+        """A connection to an island, whose operations time out after the limit. Raises OSError."""
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConnectionError(f"{address[:80]!r} is not HOST:PORT")
+        return socket.create_connection((host, int(port)), timeout=limit_s)
+
+    def serve(self, adopt: Callable[[socket.socket], object]) -> None:
+        """Pass connections on that reach this island by another way than its own port."""
+
+    def close(self) -> None:
+        pass
+
+
+_DIRECT = DirectNetwork("")
 
 
 class SnapshotServer:
-    """Serves one island's status and its newest snapshot. A client that stops reading is dropped after `limit_s`. `dial`
-    connects to other islands' servers by their addresses."""
+    """Serves one island's status and its newest snapshot, to islands of the same run. A client that stops reading is dropped after
+    `limit_s`."""
 
     def __init__(
-        self, host: str, status: Callable[[], Mapping[str, Any]] = dict, limit_s: float = 120.0, dial: Dial = dial_address
+        self,
+        host: str,
+        status: Callable[[], Mapping[str, Any]] = dict,
+        limit_s: float = 120.0,
+        network: DirectNetwork = _DIRECT,
     ) -> None:
-        self.dial = dial
+        self._network, run = network, f" {network.run_id}".rstrip().encode()
         self._snapshot: Snapshot | None = None
         self._published_s = 0.0
         self._lock = threading.Lock()
@@ -122,15 +164,17 @@ class SnapshotServer:
         server = self
 
         class Handler(socketserver.StreamRequestHandler):
-            timeout = limit_s
+            timeout = min(_FIRST_LINE_S, limit_s)
             rbufsize = 0  # nothing beyond the line is read: an exchange goes on with the socket
 
             def handle(self) -> None:
-                with suppress(OSError):  # the client has gone
+                with suppress(OSError, ConfigError):  # the client has gone, or no gateway relays
                     query = self.rfile.readline(_QUERY_LIMIT_BYTES).strip()
-                    if query == b"snapshot":
+                    server._server.has_query(self.request)
+                    self.connection.settimeout(limit_s)
+                    if query == b"snapshot" + run:
                         server._send(self.wfile.write)
-                    elif query == b"status":
+                    elif query == b"status" + run:
                         self.wfile.write(json.dumps(status()).encode() + b"\n")
                     elif exchange := _EXCHANGE.fullmatch(query):
                         if server.accepted.add(exchange[1].decode(), int(exchange[2]), self.request):
@@ -141,6 +185,14 @@ class SnapshotServer:
         self._server = _TcpServer((host, 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.1,), name="snapshot server", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def adopt(self, connection: socket.socket) -> None:
+        """Serve a client that is connected in another way than to this server's port."""
+        self._server.process_request(connection, ("", 0))
 
     def publish(self, snapshot: Snapshot) -> None:
         """Send this snapshot to clients from now on."""
@@ -178,7 +230,7 @@ class SnapshotServer:
         if address is None or not self._relays.acquire(blocking=False):
             return
         try:
-            with self.dial(address, min(self._limit_s, QUERY_S)) as member:
+            with self._network.dial(address, min(self._limit_s, QUERY_S)) as member:
                 member.sendall(line + b"\n")
                 splice(client, member)
         finally:
@@ -198,9 +250,11 @@ class _TcpServer(socketserver.ThreadingTCPServer):
     request_queue_size = 64
 
     def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._counting, self._open = threading.Lock(), 0
+        self._without_query: deque[Any] = deque()
         self.kept: set[Any] = set()
         """Requests whose sockets stay open after they were handled: they have another owner."""
-        super().__init__(*arguments)
 
     def shutdown_request(self, request: Any) -> None:
         if request in self.kept:
@@ -208,46 +262,78 @@ class _TcpServer(socketserver.ThreadingTCPServer):
         else:
             super().shutdown_request(request)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._counting:
+            full = self._open >= MAX_CONNECTIONS
+            if not full:
+                self._open += 1
+                self._without_query.append(request)
+            if len(self._without_query) > MAX_WITHOUT_QUERY:
+                with suppress(OSError):
+                    socket.socket.shutdown(self._without_query.popleft(), socket.SHUT_RDWR)  # its thread ends
+        if full:
+            request.close()
+        else:
+            super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.has_query(request)
+            with self._counting:
+                self._open -= 1
+
+    def has_query(self, request: Any) -> None:
+        """This connection has sent its query, or has ended."""
+        with self._counting, suppress(ValueError):
+            self._without_query.remove(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a query that is none needs no traceback in the island's log
+
 
 @contextmanager
-def _request(address: str, query: bytes, limit_s: float, dial: Dial = dial_address) -> Iterator[Any]:
-    with dial(address, limit_s) as connection:
-        connection.sendall(query)
+def _request(network: DirectNetwork, address: str, query: str, limit_s: float) -> Iterator[Any]:
+    with network.dial(address, limit_s) as connection:
+        connection.sendall(f"{query} {network.run_id}".strip().encode() + b"\n")
         with connection.makefile("rb") as file:
             yield file
 
 
 def query_status(
-    name: str, address: str, limit_s: float, *, dial: Dial = dial_address, relayed: bool = False
+    name: str, address: str, limit_s: float, network: DirectNetwork = _DIRECT, *, relayed: bool = False
 ) -> IslandStatus | None:
     """The status of the island of this name at this address; None if it does not answer within the limit, or another process that
     has taken over its port does. With `relayed`, the address is of an island that passes the query on."""
     try:
-        with _request(address, f"relay {name} status\n".encode() if relayed else b"status\n", limit_s, dial) as file:
-            status = IslandStatus.from_text(file.readline(_HEADER_LIMIT_BYTES))
-    except OSError:
+        with _request(network, address, f"relay {name} status" if relayed else "status", limit_s) as file:
+            status = IslandStatus.from_text(file.readline(_STATUS_LIMIT_BYTES))
+    except (OSError, ConfigError):  # the gateway may refuse this island
         return None
-    return status if status is not None and status.name == name else None
+    return status if status is not None and (status.name, status.run) == (name, network.run_id) else None
 
 
-def query_islands(addresses: Mapping[str, str], limit_s: float, dial: Dial = dial_address) -> dict[str, IslandStatus]:
+def query_islands(addresses: Mapping[str, str], limit_s: float, network: DirectNetwork = _DIRECT) -> dict[str, IslandStatus]:
     """The status of each island that answers within the limit, by name. All are queried in parallel."""
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:
-        answers = pool.map(partial(query_status, limit_s=limit_s, dial=dial), addresses, addresses.values())
+        answers = pool.map(partial(query_status, limit_s=limit_s, network=network), addresses, addresses.values())
         return {name: status for name, status in zip(addresses, answers, strict=True) if status is not None}
 
 
-def fetch_snapshot(address: str, limit_s: float) -> Snapshot | None:
+def fetch_snapshot(
+    address: str, limit_s: float, network: DirectNetwork = _DIRECT, expected: Mapping[str, Tensor] | None = None
+) -> Snapshot | None:
     """The snapshot that the island at this address serves; None if it serves none. Raises ExchangeFailed if the island does not
-    answer, or the snapshot is damaged."""
+    answer, or the snapshot is damaged or has other tensors than those `expected`."""
     try:
-        with _request(address, b"snapshot\n", limit_s) as file:
-            return _receive(file)
-    except (OSError, EOFError, ValueError) as error:
+        with _request(network, address, "snapshot", limit_s) as file:
+            return _receive(file, expected)
+    except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RecursionError, ConfigError) as error:
         raise ExchangeFailed(f"no snapshot could be fetched from {address}: {error}. Another island may have it.") from error
 
 
-def _receive(file: Any) -> Snapshot | None:
+def _receive(file: Any, expected: Mapping[str, Tensor] | None) -> Snapshot | None:
     line = file.readline(_HEADER_LIMIT_BYTES)
     if not line.endswith(b"\n"):
         raise EOFError("it ended in its first line")
@@ -256,16 +342,51 @@ def _receive(file: Any) -> Snapshot | None:
         raise ValueError("its first line is no JSON object")
     if "header" not in description:
         return None
+    kinds = {str(name): (_dtype(dtype), tuple(map(_length, shape))) for name, (dtype, shape) in description["tensors"].items()}
+    if expected is not None:
+        _check_kinds(kinds, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in expected.items()})
     tensors, checksum = {}, 0
-    for name, (dtype, shape) in description["tensors"].items():
-        tensor = tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+    for name, (dtype, shape) in kinds.items():
+        tensor = tensors[name] = torch.empty(shape, dtype=dtype)
         for chunk in _chunks(tensor):
             if file.readinto(chunk) < len(chunk):
                 raise EOFError("it ended in the middle")
             checksum = zlib.crc32(chunk, checksum)
     if file.readline(32).strip() != str(checksum).encode():
         raise ValueError("its checksum does not match")
-    return Snapshot(description["header"], tensors, description["age_s"])
+    return Snapshot(description["header"], tensors, float(description["age_s"]))
+
+
+_Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+
+
+def _check_kinds(given: Mapping[str, _Kind], expected: Mapping[str, _Kind]) -> None:
+    """Refuse tensors that this run's model and algorithm do not have, before memory is taken for them. A rule's state may grow by
+    tensors of the model's shapes."""
+    for name, kind in given.items():
+        if kind != expected[name] if name in expected else kind not in expected.values():
+            raise ValueError(f"its tensor {name[:80]!r} is {_text(kind)}, and this run has {_text(expected.get(name))}")
+    if missing := [name for name in expected if name not in given]:
+        raise ValueError(f"it lacks {', '.join(missing[:3])}")
+    if len(given) > 4 * len(expected):
+        raise ValueError(f"it has {len(given)} tensors, and this run {len(expected)}")
+
+
+def _text(kind: _Kind | None) -> str:
+    return "none of that name" if kind is None else f"{str(kind[0]).removeprefix('torch.')} of shape {kind[1]}"
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{str(name)[:40]!r} is no dtype")
+    return found
+
+
+def _length(given: Any) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise ValueError(f"{str(given)[:40]!r} is no length")
+    return given
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from importlib.metadata import version
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import OrInfinite, Timeout, hints_of, shown_text
@@ -19,6 +22,8 @@ from atoll.runs.validation import check_devices_share_batch
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 """An IPv4 address or a name. Whether it can be resolved is seen when it is used."""
 _PORT = re.compile(r"[0-9]{1,5}")
+NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+"""Names of islands: they are parts of addresses and of ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,11 @@ class Elastic(ProcessSpec):
         heartbeat_timeout_s: an island without a heartbeat for this long leaves the quorum. Islands send ten heartbeats a second; a
             congested link may delay them.
         max_delta_ratio: a delta is refused if its norm exceeds the recent norms by this factor.
-        listen: HOST:PORT of the run's rendezvous; islands of other machines must reach it. Port 0 takes a free one.
+        listen: HOST:PORT of the run's rendezvous, the one port that islands of other machines must reach. Port 0 takes a free one.
+        advertise: HOST:PORT that other machines dial if it is not `listen`, such as a router's forwarded port; several with commas
+            between them.
+        network: tls: islands of other machines are authenticated and encrypted, and dial `listen` alone. trusted: any machine that
+            reaches the ports is admitted, and islands connect to each other on any port.
         devices: of each island. They share each of its batches, and its steps equal those of one device.
         join_timeout_s: of a joiner: how long it looks for a run whose name or address appears late; 0: it tries once.
     """
@@ -49,6 +58,8 @@ class Elastic(ProcessSpec):
     heartbeat_timeout_s: Timeout = 1.0
     max_delta_ratio: OrInfinite = 25.0
     listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    network: Literal["tls", "trusted"] = "tls"
     devices: int = 1
     join_timeout_s: Timeout = 0.0
 
@@ -57,6 +68,7 @@ class Elastic(ProcessSpec):
         host, port = self.host, self.listen.rpartition(":")[2]
         is_address = bool(_HOST.fullmatch(host)) and bool(_PORT.fullmatch(port)) and int(port) < 1 << 16
         connects = "islands connect to this address, so it must be one that this machine has, such as 192.0.2.7, or its name"
+        dialled = "other machines dial HOST:PORT, such as 203.0.113.5:7000. Set engine.advertise to addresses like that"
         stalls = "at least 0.5, since islands send ten heartbeats a second. Leave it out for 1, or raise it for links that stall"
         self.check(
             ("devices", self.devices >= 1, "an island has at least 1. Leave it out for 1"),
@@ -65,7 +77,10 @@ class Elastic(ProcessSpec):
             ("join_timeout_s", self.join_timeout_s >= 0, "seconds, 0 or more. Leave it out to look for the run once"),
             ("heartbeat_timeout_s", self.heartbeat_timeout_s >= 0.5, stalls),
             ("listen", is_address, "it is HOST:PORT over IPv4, such as 192.0.2.7:7000; port 0 is a free one"),
-            ("listen", host != "0.0.0.0", connects),
+            ("listen", host != "0.0.0.0" or self.network == "tls", connects),
+            ("listen", host != "0.0.0.0" or bool(self.advertise), f"{connects}; or name in engine.advertise what others dial"),
+            ("advertise", not self.advertise or all(map(is_dialled, self.addresses)), dialled),
+            ("advertise", not self.advertise or self.network == "tls", "islands of a trusted network dial engine.listen"),
             ("max_delta_ratio", self.max_delta_ratio > 1, "more than 1. Use inf to refuse only non-finite deltas"),
         )
 
@@ -76,6 +91,16 @@ class Elastic(ProcessSpec):
     @property
     def port(self) -> int:
         return int(self.listen.rpartition(":")[2])
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """What other machines dial."""
+        return tuple(one.strip() for one in self.advertise.split(",")) if self.advertise else (self.listen,)
+
+    @property
+    def secured(self) -> bool:
+        """Whether other machines take part, through a gateway that authenticates them."""
+        return self.network == "tls" and (bool(self.advertise) or not is_loopback(self.host))
 
     def fitted(self, run: Run) -> Run:
         """The run planned for the islands that are started, and its data cut as before."""
@@ -98,6 +123,28 @@ class Elastic(ProcessSpec):
         return self.on_processes(run, self.processes or run.cluster.islands)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches this address.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("192.0.2.7"), is_loopback("box.example")
+    (True, True, False, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_dialled(address: str) -> bool:
+    """Whether this is HOST:PORT.
+
+    >>> [is_dialled(one) for one in ("192.0.2.7:7000", "box.example:1", "box.example", "box:0", "::1:7000")]
+    [True, True, False, False, False]
+    """
+    host, _, port = address.rpartition(":")
+    return bool(_HOST.fullmatch(host)) and bool(_PORT.fullmatch(port)) and 0 < int(port) < 1 << 16
+
+
 def check_address(address: str) -> None:
     """Refuse what is no address of a run.
 
@@ -105,11 +152,10 @@ def check_address(address: str) -> None:
     Traceback (most recent call last):
     atoll.core.errors.ConfigError: --join localhost: it is HOST:PORT, ...
     """
-    host, _, port = address.rpartition(":")
-    if not _HOST.fullmatch(host) or not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
+    if not is_dialled(address):
         raise ConfigError(
             f"--join {shown_text(address)}: it is HOST:PORT over IPv4, such as 192.0.2.7:7000, the address that the run printed "
-            f"when it started. Copy it from there."
+            f"when it started, or a join file. Copy it from there."
         )
 
 
@@ -120,20 +166,39 @@ class JoinInfo:
     run: Run  # fitted to the planned islands
     spec: Elastic
     lighthouse: str  # its address
+    registry: str = ""  # its address, where the run has a gateway: these two then listen on loopback
+    run_id: str = ""
+
+    @staticmethod
+    def former(path: Path) -> JoinInfo | None:
+        """What the last start of the run wrote to this file; None if there is none that this version can read."""
+        try:
+            return JoinInfo.from_text(path.read_text("utf-8"))
+        except (OSError, ValueError, ConfigError):
+            return None
 
     def to_text(self) -> str:
-        return json.dumps({"run": to_json(self.run), "spec": asdict(self.spec), "lighthouse": self.lighthouse})
+        record = {"run": to_json(self.run), "spec": asdict(self.spec), "atoll": version("atoll")}
+        return json.dumps({**record, "lighthouse": self.lighthouse, "registry": self.registry, "run_id": self.run_id})
 
     @staticmethod
     def from_text(text: str) -> JoinInfo:
-        """What `to_text` wrote. Raises ConfigError if it is anything else."""
+        """What `to_text` wrote. Raises ConfigError if this is of another version of atoll, or anything else."""
         try:
             record = parse_json(text)
+            if record["atoll"] != version("atoll"):
+                theirs = shown_text(str(record["atoll"]))
+                raise ConfigError(
+                    f"the run is of atoll {theirs}, and this is atoll {version('atoll')}. All islands of a run need the same "
+                    f"version: install {theirs} here."
+                )
             settings = {name: from_json(value, name, hints_of(Elastic)[name]) for name, value in record["spec"].items()}
-            return JoinInfo(from_json(record["run"], hint=Run), Elastic(**settings), str(record["lighthouse"]))
+            texts = [str(record[name]) for name in ("lighthouse", "registry", "run_id")]
+            return JoinInfo(from_json(record["run"], hint=Run), Elastic(**settings), *texts)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"what describes the run to a joiner cannot be read ({one_line(error)}). Start the run again."
+                f"what describes the run to a joiner cannot be read ({one_line(error)}). Start the run again with this version of "
+                f"atoll, {version('atoll')}."
             ) from error
 
 

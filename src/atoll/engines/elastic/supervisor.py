@@ -22,12 +22,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atoll.core.errors import AtollError, ConfigError, ExchangeFailed, is_disk_full
+from atoll.core.errors import AtollError, ExchangeFailed, is_disk_full
 from atoll.core.events import read_event
 from atoll.core.protocols import Sink
 from atoll.core.verified_files import write_text
 from atoll.engines.elastic.leader_event_log import WARNING
 from atoll.engines.elastic.rendezvous import RegistryClient, free_port
+from atoll.engines.elastic.run_identity import run_id_of
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.liveness import PEER_MISSING, Heartbeat, append_log_line, last_error, last_lines, rotate_log
 from atoll.engines.run_lifecycle import RunTask
@@ -273,20 +274,19 @@ class Supervisor:
         host = hooks.host or spec.host
         self.address = f"{host}:{spec.port or free_port(host)}"
         join_info = self._folder / "join_info.json"
-        # Islands of other machines look for the lighthouse where it was before.
-        former = ":0"
-        with suppress(OSError, UnicodeDecodeError, ConfigError):  # a damaged file is replaced; those islands look there in vain
-            former = JoinInfo.from_text(join_info.read_text("utf-8")).lighthouse
-        former_host, _, port = former.rpartition(":")
-        lighthouse = f"{host}:{free_port(host, int(port) if former_host == host else 0)}"
-        write_text(join_info, JoinInfo(task.run, spec, lighthouse).to_text())
+        former = JoinInfo.former(join_info)
+        # A gateway leads to these two: they listen on loopback.
+        local = "127.0.0.1" if spec.secured else host
+        lighthouse = _kept(former.lighthouse if former else "", local)
+        registry = _kept(former.registry if former else "", local, but=lighthouse) if spec.secured else ""
+        write_text(join_info, JoinInfo(task.run, spec, lighthouse, registry, run_id_of(self._folder)).to_text())
         self.rendezvous = self._child("lighthouse", "rendezvous", str(join_info), self.address)
         self.islands = [
-            self._child(name, "island", self.address, "--name", name, "--folder", str(self._folder))
+            self._child(name, "island", registry or self.address, "--name", name, "--folder", str(self._folder))
             for name in map(island_name, range(spec.processes or task.run.effective_cluster.islands))
         ]
         self._tail = LogTail(self._folder, Fanout([sink, *hooks.sinks]))
-        self._lighthouse = lighthouse
+        self._lighthouse, self._registry = lighthouse, registry or self.address
 
     def _child(self, name: str, *arguments: str) -> Child:
         command = [sys.executable, "-m", "atoll", *arguments]
@@ -303,7 +303,7 @@ class Supervisor:
             IslandFailed: no island can be kept alive, or not the rendezvous; or all islands ended before the run was finished. All
                 processes have been stopped.
         """
-        self.health = RendezvousHealth(self._lighthouse, self.address)
+        self.health = RendezvousHealth(self._lighthouse, self._registry)
         try:
             for child in self._children:
                 child.start()
@@ -412,6 +412,13 @@ class DiskSpace:
             with suppress(OSError):
                 probe.unlink()
         return ""
+
+
+def _kept(former: str, host: str, but: str = "") -> str:
+    """The former address of a server if it is free, since islands of other machines look for it there; else another one."""
+    former_host, _, port = former.rpartition(":")
+    found = f"{host}:{free_port(host, int(port) if former_host == host else 0)}"
+    return found if found != but else _kept("", host, but)
 
 
 def _stop(children: Sequence[Child]) -> None:

@@ -1,0 +1,365 @@
+"""The gateway, over TLS on loopback: who is let in, what strangers can do, and what is forwarded."""
+
+import json
+import os
+import socket
+import ssl
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+
+import pytest
+
+from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.engines.elastic import gateway as module
+from atoll.engines.elastic.gateway import Gateway, GatewayClient, GatewayNetwork, GatewayRefused, WrongGateway
+from atoll.engines.elastic.run_identity import RunSecrets
+from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandPhase, IslandStatus, SnapshotServer, query_status
+from atoll.engines.socket_transport import splice
+
+HOST, LIMIT_S = "127.0.0.1", 10.0
+
+
+class Echo:
+    """A service that sends back what it receives, until it has received a full stop."""
+
+    def __init__(self):
+        self._server = socket.create_server((HOST, 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with suppress(OSError):
+            while True:
+                connection, _ = self._server.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection):
+        with connection, suppress(OSError):
+            while data := connection.recv(1 << 16):
+                connection.sendall(data)
+                if data.endswith(b"."):
+                    return
+
+    def close(self):
+        self._server.close()
+
+
+class Site:
+    """A run's gateway with an echo for a registry, and its join files."""
+
+    def __init__(self, folder):
+        folder.mkdir(exist_ok=True)
+        RunSecrets.create(folder)
+        self.folder, self.logged, self.echo = folder, [], Echo()
+        self.gateway = Gateway(folder, f"{HOST}:0", {"registry": self.echo.port}, self.logged.append)
+        self.address = self.gateway.address
+        self.host, self.port = HOST, int(self.address.rpartition(":")[2])
+
+    def invite(self):
+        return RunSecrets.invite(self.folder, (self.address,)).credentials
+
+    def client(self, credentials=None, name="box-1", addresses=None):
+        credentials = credentials or self.invite()
+        return GatewayClient(lambda: credentials, addresses or [self.address], name)
+
+    def close(self):
+        self.gateway.close()
+        self.echo.close()
+
+
+@pytest.fixture
+def site(tmp_path):
+    with closing(Site(tmp_path / "run")) as one:
+        yield one
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another run."""
+    with closing(Site(tmp_path / "other")) as one:
+        yield one
+
+
+def echoes(stream, data=b"hello."):
+    received = b""
+    with stream, suppress(ConnectionError):
+        stream.sendall(data)
+        while chunk := stream.recv(1 << 16):
+            received += chunk
+    return received == data
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+# ----------------------------------------------------------------------------------------------------------------- members
+
+
+def test_a_member_reaches_a_service_and_every_byte_arrives_both_ways(site):
+    data = os.urandom(5_000_000).replace(b".", b",") + b"."  # which the echo takes for the end
+    with site.client().open("registry", LIMIT_S) as stream, ThreadPoolExecutor(1) as pool:
+        assert stream.version() == "TLSv1.3"
+        plain, stream_two = socket.socketpair()
+        threading.Thread(target=splice, args=(stream, stream_two), daemon=True).start()
+        sending = pool.submit(plain.sendall, data)
+        received = bytearray()
+        while len(received) < len(data):
+            received += plain.recv(1 << 20)
+        sending.result()
+    assert received == data
+
+
+def test_a_half_closed_stream_still_carries_the_answer(site):
+    class Late(Echo):
+        def _serve(self, connection):
+            with connection:
+                received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+                connection.sendall(received[::-1])
+
+    with closing(Late()) as late:
+        site.gateway._services["late"] = late.port
+        one, two = socket.socketpair()
+        threading.Thread(target=splice, args=(two, site.client().open("late", LIMIT_S)), daemon=True).start()
+        one.sendall(b"ab")
+        one.shutdown(socket.SHUT_WR)
+        one.settimeout(LIMIT_S)
+        assert b"".join(iter(lambda: one.recv(9), b"")) == b"ba"
+
+
+def test_islands_reach_each_other_by_dialling_out_only(site):
+    """A status query from one joiner to another, both of which have no open port."""
+    status = IslandStatus("box-2", False, phase=IslandPhase.JOINED, run=site.invite().run_id)
+    with (
+        closing(SnapshotServer(HOST, status.to_json, network=DirectNetwork(HOST, run_id=status.run))) as server,
+        ExitStack() as stack,
+    ):
+        networks = [
+            stack.enter_context(closing(GatewayNetwork(site.client(name=name), status.run, refused=pytest.fail)))
+            for name in ("box-1", "box-2")
+        ]
+        networks[1].serve(server.adopt)
+        status.address = networks[1].address_of(server.port)
+        assert status.address == "island:box-2"
+        for _ in range(12):  # more than wait at a time
+            assert query_status("box-2", status.address, LIMIT_S, networks[0]) == status
+        assert query_status("box-3", "island:box-3", 0.3, networks[0]) is None, "no such island"
+        another = GatewayNetwork(site.client(name="box-1"), "run-0000000000000000", refused=pytest.fail)
+        assert query_status("box-2", status.address, LIMIT_S, another) is None, "of another run"
+
+
+def test_a_forwarded_port_leads_to_the_service(site):
+    network = GatewayNetwork(site.client(), "", refused=pytest.fail)
+    host, _, port = network.registry.rpartition(":")
+    for _ in range(2):
+        assert echoes(socket.create_connection((host, int(port)), timeout=LIMIT_S))
+    network.check()
+    site.gateway.close()
+    with pytest.raises(ExchangeFailed, match="no gateway answers"):
+        network.check()
+    assert not echoes(socket.create_connection((host, int(port)), timeout=LIMIT_S))
+    network.close()
+
+
+def test_an_island_whose_name_another_identity_has_is_not_reached_by_it(site):
+    first = GatewayNetwork(site.client(name="box-1"), "", refused=pytest.fail)
+    first.serve(lambda stream: stream.close())
+    wait_until(lambda: "box-1" in site.gateway._islands)
+    with pytest.raises(OSError, match="box-1 is the name of another island"):
+        site.client(name="box-1").open("serve", LIMIT_S)
+    with pytest.raises(GatewayRefused, match="islands that the run starts itself"):
+        site.client(name="island-0000").open("serve", LIMIT_S)
+    first.close()
+
+
+def test_an_island_that_dies_is_known_to_be_gone(site):
+    stream = site.client(name="box-1").open("serve", LIMIT_S)
+    wait_until(lambda: "box-1" in site.gateway._islands)
+    stream.close()
+    with pytest.raises(OSError, match="box-1 is not connected"):
+        site.client(name="box-2").open("island:box-1", 0.2)
+    wait_until(lambda: not site.gateway._islands)
+
+
+# --------------------------------------------------------------------------------------------------------------- strangers
+
+
+def test_a_stranger_without_a_certificate_reaches_nothing(site):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with context.wrap_socket(socket.create_connection((HOST, site.port), timeout=LIMIT_S)) as stream:
+        with suppress(OSError):  # it may be closed by now
+            stream.sendall(b"{}\n")
+        with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+            stream.recv(1)
+
+
+def test_an_older_tls_is_refused(site):
+    context = site.invite()._context(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+        context.wrap_socket(socket.create_connection((HOST, site.port), timeout=LIMIT_S), server_hostname="x")
+
+
+def test_certificates_of_another_run_are_refused_by_both_sides(site, other):
+    foreign = other.invite()
+    with pytest.raises(WrongGateway, match=f"certificate that is not of {foreign.run_id}"):
+        site.client(foreign).open("registry", LIMIT_S)
+    own = site.invite()
+    with pytest.raises(WrongGateway, match="does not accept this machine's certificate"):
+        site.client(replace(own, certificate=foreign.certificate, key=foreign.key)).open("registry", LIMIT_S)
+
+
+def test_the_right_address_is_found_among_others(site, other):
+    own = site.invite()
+    assert echoes(site.client(own, addresses=[f"{HOST}:1", other.address, site.address]).open("registry", LIMIT_S))
+    with pytest.raises(OSError, match="refused"):  # the first may be back later
+        site.client(own, addresses=[f"{HOST}:1", other.address]).open("registry", LIMIT_S)
+
+
+def test_a_join_file_cannot_pose_as_the_run(site, tmp_path):
+    member = site.invite()
+    server = socket.create_server((HOST, 0))
+
+    def pose():
+        with suppress(OSError), server.accept()[0] as connection:
+            member.server_context().wrap_socket(connection, server_side=True)
+
+    threading.Thread(target=pose, daemon=True).start()
+    with pytest.raises(WrongGateway):
+        site.client(addresses=[f"{HOST}:{server.getsockname()[1]}"]).open("registry", LIMIT_S)
+
+
+def test_a_revoked_join_file_loses_its_connections_and_gets_no_new_ones(site):
+    good, bad = site.invite(), site.invite()
+    streams = [site.client(one).open("registry", LIMIT_S) for one in (good, bad)]
+    ended = threading.Event()
+    joined = GatewayNetwork(site.client(bad), "", refused=lambda error: ended.set())
+    joined.serve(lambda stream: stream.close())
+    RunSecrets.revoke(site.folder, bad.identity)
+    assert streams[1].recv(1) == b""
+    assert ended.wait(LIMIT_S), "the island ends"
+    assert echoes(streams[0])
+    with pytest.raises(GatewayRefused, match=f"the join file {bad.identity} was revoked"):
+        site.client(bad).open("registry", LIMIT_S)
+    joined.close()
+
+
+def test_after_a_rotation_only_new_join_files_are_admitted(site):
+    old = site.invite()
+    stream = site.client(old).open("registry", LIMIT_S)
+    RunSecrets.rotate(site.folder)
+    assert stream.recv(1) == b""
+    wait_until(lambda: site.logged)
+    with pytest.raises(WrongGateway):
+        site.client(old).open("registry", LIMIT_S)
+    assert echoes(site.client().open("registry", LIMIT_S))
+
+
+def asked(site, text=b"", **changes):
+    """What the gateway answers to a first line: to a valid one with these changes, or to this text."""
+    credentials = site.invite()
+    about = {
+        "run": credentials.run_id,
+        "atoll": module.version("atoll"),
+        "protocol": 1,
+        "name": "a",
+        "to": "registry",
+        "limit_s": 5,
+    }
+    context = credentials.client_context()
+    plain = socket.create_connection((HOST, site.port), timeout=LIMIT_S)
+    with context.wrap_socket(plain, server_hostname=credentials.run_id) as stream:
+        with suppress(OSError):  # it may close the connection while this writes
+            stream.sendall(text or json.dumps({**about, **changes}).encode() + b"\n")
+        try:
+            return stream.recv(1000)
+        except OSError:
+            return b""
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, '"ok": true'),
+        ({"run": "run-0123456789abcdef"}, "and not run-0123456789abcdef"),
+        ({"atoll": "0.0.1"}, "and this island is of atoll 0.0.1"),
+        ({"protocol": 2}, "and this island is of atoll"),
+        ({"name": "a\n:b"}, "letters, digits"),
+        ({"name": ["a"]}, "letters, digits"),
+        ({"to": "ssh"}, "there is no service 'ssh'"),
+        ({"to": "island:../x"}, "there is no service"),
+        ({"to": None}, "there is no service"),
+        ({"limit_s": 1e9}, "limit_s is a number"),
+        ({"limit_s": "x"}, "limit_s is a number"),
+    ],
+)
+def test_the_first_line_is_checked_and_refused_in_words(site, changes, says):
+    assert says in asked(site, **changes).decode()
+
+
+@pytest.mark.parametrize("text", [b"x" * 100_000, b"[1]\n", b"\xff\n", b"[" * 4000 + b"\n", b"{}\n", b'{"run": NaN}\n'])
+def test_what_is_no_first_line_is_dropped(site, text):
+    assert b'"ok"' not in asked(site, text=text)
+    assert echoes(site.client().open("registry", LIMIT_S)), "others are served"
+
+
+def test_half_open_handshakes_are_dropped_and_hinder_no_member(site, monkeypatch):
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.5)
+    before = threading.active_count()
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection((HOST, site.port), timeout=LIMIT_S)) for _ in range(300)]
+        slow = stack.enter_context(socket.create_connection((HOST, site.port), timeout=LIMIT_S))
+        assert threading.active_count() - before <= module.MAX_UNAUTHENTICATED + 50  # those that are closed end in a moment
+        assert echoes(site.client().open("registry", LIMIT_S))
+        for byte in b"\x16\x03\x01\x02\x00":  # a byte now and then does not prolong it
+            with suppress(OSError):
+                slow.send(bytes([byte]))
+            time.sleep(0.15)
+        for connection in (*silent, slow):
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+    wait_until(lambda: not site.gateway._unauthenticated and threading.active_count() <= before + 4)
+
+
+def test_connections_are_limited_in_number(site, monkeypatch):
+    monkeypatch.setattr(module, "MAX_PER_IDENTITY", 3)
+    greedy, modest = site.client(), site.client()
+    with ExitStack() as stack:
+        streams = [stack.enter_context(greedy.open("registry", LIMIT_S)) for _ in range(3)]
+        with pytest.raises(OSError, match="too many connections: 3 of"):
+            greedy.open("registry", LIMIT_S)
+        assert echoes(modest.open("registry", LIMIT_S))
+        streams[0].close()
+        wait_until(lambda: len(site.gateway._connections) == 2)
+        assert echoes(greedy.open("registry", LIMIT_S))
+        site.gateway._most = 2
+        with pytest.raises(OSError, match="2 in all"):
+            modest.open("registry", LIMIT_S)
+
+
+def test_refusals_are_logged_in_one_line_however_many(site):
+    for _ in range(30):
+        asked(site, to="ssh")
+    wait_until(lambda: site.logged)
+    assert len(site.logged) == 1
+    assert "there is no service 'ssh'" in site.logged[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------- join files
+
+
+def test_secrets_can_be_read_by_their_owner_only(site):
+    modes = {
+        path.name: oct(path.stat().st_mode & 0o777) for path in (site.folder / "secrets", *(site.folder / "secrets").iterdir())
+    }
+    assert modes == {"secrets": "0o700", "identity.json": "0o600"}
+    assert "PRIVATE KEY" not in repr(RunSecrets.read(site.folder))
+    with pytest.raises(ConfigError, match="--revoke x: no join file of this run has that id"):
+        RunSecrets.revoke(site.folder, "x")
