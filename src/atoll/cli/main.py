@@ -173,12 +173,13 @@ def island(
     name: Annotated[str, typer.Option(help="Unique name of the island.")],
     folder: Annotated[Path | None, typer.Option(help="Folder of the run, if this machine has it.")] = None,
     faults: Annotated[Path | None, typer.Option(help="Fault script with update faults to inject into this island.")] = None,
+    process: Annotated[str | None, typer.Option(help="Identity of this process, by which its supervisor reports its end.")] = None,
 ) -> None:
     """Run one island of the elastic run at this address."""
     from atoll.engines.elastic.launch import run_island
     from atoll.testing.chaos.update_faults import interpose_update_faults
 
-    run_island(address, name, folder, interpose=None if faults is None else interpose_update_faults(faults))
+    run_island(address, name, folder, interpose=None if faults is None else interpose_update_faults(faults), process=process)
 
 
 @app.command(hidden=True)

@@ -7,7 +7,7 @@ in the end compares all that it received with all other members. So a bit that i
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
@@ -114,6 +114,7 @@ class Proposal:
     weight: float = 0.0  # 0 if the island has no work in this round
     compare: bool = False  # whether the deltas' inner products are recorded
     arrived_s: float = 0.0  # when this island was ready to exchange
+    before_vote: Callable[[], object] = bool  # called when only the vote is left: from then on other members may commit
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ class ValidatedMean:
     def __call__(self, collectives: GroupCollectives, states: Sequence[Sequence[float]], proposal: Proposal) -> Agreement:
         """The participants announced their `states` as numbers. Raises Disagreement if they came to different results."""
         if proposal.tree is None:
-            return self._vote(collectives, states, proposal.report, Tree.of({"nothing": torch.zeros(0)}), [], {}, 0.0)
+            nothing = Tree.of({"nothing": torch.zeros(0)})
+            return self._vote(collectives, states, proposal, nothing, [], {}, 0.0)
         tree = proposal.tree
         rows = self._announce(collectives, tree, proposal.weight)
         deltas = [*map(_summary, rows)]
@@ -160,7 +162,8 @@ class ValidatedMean:
         times_s = proposal.arrived_s, self._clock.now_s()
         sent, control = collectives.sent_bytes, collectives.control_bytes + self._vote_bytes
         record.exchanges = [ExchangeRecord("mean", *times_s, sent, control, total, False, tuple(rejected), total == 0)]
-        return self._vote(collectives, states, replace(proposal.report, record=record), mean, rows, rejected, total)
+        proposal = replace(proposal, report=replace(proposal.report, record=record))
+        return self._vote(collectives, states, proposal, mean, rows, rejected, total)
 
     def _announce(self, collectives: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
         """All members' summaries, and the checksums of the slices that each sends, by receiving rank."""
@@ -192,7 +195,7 @@ class ValidatedMean:
         self,
         collectives: GroupCollectives,
         states: Sequence[Sequence[float]],
-        report: IslandReport,
+        proposal: Proposal,
         value: Tree,
         rows: Sequence[Sequence[float]],
         rejected: dict[int, str],
@@ -201,11 +204,12 @@ class ValidatedMean:
         """Compare all that was received with all members. Only this shows that all members received what a member sent."""
         before_bytes = collectives.control_bytes
         try:
-            texts = collectives.all_gather_text(replace(report, now_s=self._clock.now_s()).to_text())
+            texts = collectives.all_gather_text(replace(proposal.report, now_s=self._clock.now_s()).to_text())
         except (ValueError, OverflowError, RuntimeError) as error:  # no text, or of no possible length
             raise Disagreement(f"an island's report was damaged on the way: {error}") from error
         parts = zip(_slice_sums(value, collectives.size), states, rows or [()] * collectives.size, texts, strict=True)
         sums = [combine_checksums([total], f"{[*state]}{[*row]}{text}") for total, state, row, text in parts]
+        proposal.before_vote()
         digests = collectives.all_gather_numbers(*sums)
         if any(one != digests[0] for one in digests):
             me, names = collectives.rank, collectives.names

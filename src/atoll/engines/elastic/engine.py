@@ -7,7 +7,7 @@ the newest checkpoint has everything when all islands have died.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,11 @@ from atoll.engines.elastic.accounting import ElasticAccounting
 from atoll.engines.elastic.aggregation import IslandReport, Proposal, UpdateValidator, ValidatedMean
 from atoll.engines.elastic.commit import DIVERGED, Commit, CommitProtocol, StaleState, UnconfirmedState
 from atoll.engines.elastic.data_leases import DataLeases, DataUnit
-from atoll.engines.elastic.membership import Membership
+from atoll.engines.elastic.membership import LastQuorum, Membership, ended_among
 from atoll.engines.elastic.peers import ElasticPeers, ObserverReplica
 from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.spec import Elastic
-from atoll.engines.elastic.state_version import StateVersion, refuse_unreplicated, state_digest
+from atoll.engines.elastic.state_version import VERSION_LIMIT, StateVersion, refuse_unreplicated, state_digest
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.round_record import RoundRecord, WallClock
 from atoll.engines.shared_and_sharded_state import shared_fields, trees_to_device, with_shared
@@ -128,6 +128,12 @@ class ElasticEngine:
         """The other participants of the last commit. The quorum waits for those that are alive."""
         return self._protocol.peers
 
+    def awaited(self, holders: Collection[str], ended: Collection[str]) -> list[str]:
+        """The names of other islands that may go on from the state that this engine holds, or from the newer one of these
+        `holders`: this island must not go on alone as long as there are any. `ended` has reported ends."""
+        feared = LastQuorum(tuple(dict.fromkeys([*self._protocol.successors(), *holders])))
+        return feared.absent([self._status.process], ended_among(feared.processes, ended))
+
     def expect_peers(self, addresses: Mapping[str, str]) -> None:
         self._protocol.peers = {name: address for name, address in addresses.items() if name != self.name}
 
@@ -136,11 +142,13 @@ class ElasticEngine:
 
     def resume_alone(self) -> None:
         """Continue from the held state without any other island: leased units return. Epochs skip those of commits that died with
-        their islands."""
+        their islands. From now on this island is the whole quorum, which others join."""
         self._observes = False
         self.version = StateVersion(self.version.round, self.version.epoch + _EPOCH_GAP)
         self.leases.settle(())
         self._protocol.peers, self._status.confirmed = {}, True
+        self.accounting.quorum = LastQuorum((self._status.process,), self._status.process)
+        self._protocol.hold(StateVersion(VERSION_LIMIT, 0), self.accounting.quorum)  # all that took part in an attempt have ended
         self._digest = self._compute_digest()
 
     # ---------------------------------------------------------------------------------------------------------------- a round
@@ -176,7 +184,7 @@ class ElasticEngine:
             raise ConfigError(f"{type(self.algorithm).__name__} ended a round without a mean, and so without a commit.")
         if self.name in commit.diverged:  # its delta counts, but its new state does not
             self._status.exchanging = False
-            return StaleState(StateVersion(self.version.round + 1, commit.epoch), DIVERGED)
+            return StaleState(StateVersion(self.version.round + 1, commit.epoch), DIVERGED, commit.quorum.processes)
         self._advance(after, commit, alive)
         self._check_progress(commit)
         return CommittedRound(commit, self.accounting.drain(), [before, commit.result.value])
@@ -266,6 +274,7 @@ class ElasticEngine:
         self._validator.from_parts(metadata["validator"])
         self.accounting.from_parts(metadata)
         self.accounting.begin(metadata["wall_time_s"])
+        self._protocol.hold(self.version, self.accounting.quorum)
         self._rounds_without_delta = metadata["rounds_without_delta"]
         self.expect_peers(metadata["peers"])
         self._donor, self._received_bytes = donor, received_bytes

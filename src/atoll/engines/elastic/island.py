@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import socket
+import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.core.protocols import Algorithm
 from atoll.core.serialization import pack
 from atoll.engines.elastic.commit import StaleState
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.leader_event_log import CommitLog, CommitRecord, LeaderLog, RunAlreadyFinished
-from atoll.engines.elastic.membership import Membership, log_while_waiting
+from atoll.engines.elastic.membership import Evicted, Membership, log_while_waiting, new_process, place_of
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import Registry
 from atoll.engines.elastic.snapshot_server import (
@@ -32,9 +36,10 @@ from atoll.engines.elastic.snapshot_server import (
     SnapshotServer,
     query_islands,
 )
-from atoll.engines.elastic.spec import JoinInfo
+from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.run_lifecycle import RunResults, RunTask
+from atoll.engines.spec import write_spec
 from atoll.engines.training_setup import loss_of, replica_of
 from atoll.engines.warm_start_training import RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
@@ -45,6 +50,11 @@ from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout
 
 _POLL_S = 0.2
+_FIRST_PROBES_S, _LONGEST_PROBE_S = 20.0, 30.0
+"""How long a new process waits for members that do not answer it, before it joins all the same; and the longest pause between two
+probes."""
+_EVICTED_S, _LONGEST_EVICTED_S = 10.0, 3600.0
+"""How long an evicted island stays away, at first and at most."""
 
 
 Interpose = Callable[[Algorithm[Any], Membership, IslandStatus, Callable[[str], object]], tuple[Algorithm[Any], Membership]]
@@ -57,7 +67,8 @@ class IslandProcess:
     Args:
         host: the address by which other islands reach this machine.
         folder: of the run, where this machine has it.
-        devices: that compute for this island; None: as many as the run's settings say.
+        own: the settings of a joiner: its devices, and where it saves a state that it could not hand on. None: the run's.
+        process: the identity of this process, by which its supervisor reports its end.
     """
 
     def __init__(
@@ -69,18 +80,21 @@ class IslandProcess:
         folder: Path | None,
         log: Callable[[str], object],
         interpose: Interpose | None = None,
-        devices: int | None = None,
+        own: Elastic | None = None,
+        process: str | None = None,
     ) -> None:
-        self._run, self._spec, self._name, self._log = join_info.run.resolved, join_info.spec, name, log
-        self._device_count = devices or self._spec.devices
+        self._join_info, self._run, self._spec, self._name, self._log = join_info, join_info.run.resolved, join_info.spec, name, log
+        self._own = own or self._spec
+        self._device_count = self._own.devices
         check_devices_share_batch(self._run, self._device_count)
         self._folder = RunFolder(folder) if folder is not None else None
-        self.status = IslandStatus(name, folder is not None)
+        self._process, self._evictions = process or new_process(name), EvictionBackoff()
+        self.status = IslandStatus(name, folder is not None, process=place_of(self._process, 0))
         self._server = SnapshotServer(host, self.status.to_json)
         self.status.address = self._server.address
         self._registry = Registry(address, self.status)
         limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
-        self._membership = Membership(self.status, host, join_info.lighthouse, limit_s, log)
+        self._membership = Membership(self.status, host, join_info.lighthouse, limit_s, log, self._registry.ended)
         self._commit_log = CommitLog()
         self._set_up(limit_s, interpose)
 
@@ -99,10 +113,13 @@ class IslandProcess:
         prepared = preparation.prepared(warm, resizable=self._spec.resizable)
         workload, number = prepared.workload, _island_number(self._name)
         (device, *more_devices), loss = self._claim_devices(number), loss_of(run, workload)
-        self._leader_log: LeaderLog | None = None
-        if folder is not None:
+
+        def leader_log(folder: RunFolder) -> LeaderLog:
             results = RunResults(RunTask(run=run, spec=self._spec, folder=folder, log=self._log, cache=preparation.cache))
-            self._leader_log = LeaderLog(results, prepared, Evaluator(workload, device, dtype_of(run)), self._commit_log)
+            return LeaderLog(results, prepared, Evaluator(workload, device, dtype_of(run)), self._commit_log)
+
+        self._make_leader_log = leader_log
+        self._leader_log = leader_log(folder) if folder is not None else None
         self._origin = {**prepared.origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
         sources = self._registry, self._membership, self._leader_log, self._commit_log
         self._recovery = Recovery(self._name, *sources, self._origin, self._log, limit_s)
@@ -144,6 +161,9 @@ class IslandProcess:
             self._finish()
         except RunAlreadyFinished:
             self._log(f"{self._name} has nothing to do: the run is finished")
+        except BaseException:
+            self._rescue()
+            raise
         if self._leader_log is not None:
             self.status.phase = IslandPhase.FINISHED
             self._registry.refresh()  # islands without the folder wait for it
@@ -153,6 +173,7 @@ class IslandProcess:
         source = self._recovery.initialize(self._engine, self._registry.stateless_since_s())
         self._log(f"{self._name} begins with {source}")
         self._publish()
+        self._wait_for_links(_FIRST_PROBES_S)
         self._membership.join()
         self.status.phase = IslandPhase.JOINED  # not before its heartbeats: the quorum waits for an island that has joined
         self._registry.refresh()
@@ -162,7 +183,15 @@ class IslandProcess:
     def _train(self) -> None:
         while not self._engine.leases.done:
             written = self._leader_log.written if self._leader_log is not None else NO_VERSION
-            outcome = self._engine.round(len(self._registry.alive()), written)
+            try:
+                outcome = self._engine.round(len(self._registry.alive()), written)
+            except Evicted as error:
+                evicted = Evicted(str(error), error.unreachable)  # without its traceback, which refers to connections
+            else:
+                evicted = None
+            if evicted is not None:
+                self._sit_out(evicted)
+                continue
             if isinstance(outcome, CommittedRound):
                 self._record(outcome)
             elif isinstance(outcome, StaleState):
@@ -199,9 +228,47 @@ class IslandProcess:
         self._log(f"{self._name} is behind: {behind}")
         if self.status.confirmed:
             self._membership.leave()
-        self._recovery.catch_up(self._engine, behind.version)
+        self._recovery.catch_up(self._engine, behind.version, behind.holders)
         self._publish()
         self._membership.join()
+
+    def _sit_out(self, evicted: Evicted) -> None:
+        """Leave the quorum, which goes on without this island, and return when its links work again. Each eviction over the same
+        link doubles the time until the island returns: a link may carry a probe, and no exchange."""
+        wait_s = self._evictions.evicted(evicted.unreachable, time.monotonic())
+        self._log(f"{evicted} {self._name} returns in {wait_s:.0f} s at the earliest, when it reaches all members")
+        self._membership.leave()
+        if self._leader_log is not None:
+            self._leader_log.release()
+        self._registry.report_own_end(self.status.process)
+        number = int(self.status.process.rpartition(".")[2]) + 1
+        self.status.process, self.status.phase = place_of(self._process, number), IslandPhase.JOINING
+        deadline_s = time.monotonic() + wait_s
+        while time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        self._wait_for_links(math.inf)
+        self._evictions.returned(time.monotonic())
+        self._recovery.catch_up(self._engine, self._engine.version)
+        self._publish()
+        self._membership.join()
+        self.status.phase = IslandPhase.JOINED
+        self._registry.refresh()
+
+    def _wait_for_links(self, limit_s: float) -> None:
+        """Wait until all members that are alive answer this island, since a quorum with a member that another cannot reach fails
+        for all; but at most for `limit_s`."""
+        deadline_s, wait_s = time.monotonic() + limit_s, _POLL_S
+        while time.monotonic() < deadline_s:
+            self._registry.refresh()
+            members = {name: one.address for name, one in self._registry.alive().items() if one.phase == IslandPhase.JOINED}
+            members.pop(self._name, None)
+            answers = query_islands(members, QUERY_S)
+            silent = [name for name in members if name not in answers]
+            if not silent:
+                return
+            self._log(f"{self._name} has not joined the quorum: {', '.join(silent)} cannot be reached from here")
+            time.sleep(min(wait_s, max(0.0, deadline_s - time.monotonic())))
+            wait_s = min(2 * wait_s, _LONGEST_PROBE_S)
 
     # ---------------------------------------------------------------------------------------------------------- the beginning
 
@@ -237,9 +304,37 @@ class IslandProcess:
             # All islands that have the run's folder may die, return, and fetch the last state here. The registry ends with the run.
             what, answers = "an island that has the run's folder", lambda: self._registry.reachable_since_s < math.inf
             self._stay(what, self._finished_elsewhere, answers, self._spec.quorum_timeout_s)
+            if not self._finished_elsewhere():
+                self._rescue()
         else:
             self._wait_for_leader(self._leader_log)
             self._leader_log.finish(self._engine, self._recovery.checkpoint, self._spec.quorum_timeout_s)
+
+    def _rescue(self) -> None:
+        """Save the newest committed state in a new folder, if this island has it, and no island with the run's folder answers that
+        has it, too. `atoll run --resume` takes the folder."""
+        version, addresses = self._engine.version, {one.name: one.address for one in self._registry.alive().values()}
+        if self._leader_log is not None or self.status.version == NO_VERSION or version.round == 0:
+            return
+        answers = query_islands({**addresses, **self._engine.peer_addresses}, QUERY_S).values()
+        if any(one.has_folder and one.version >= version for one in answers):
+            return
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = Path(self._own.rescue_dir or f"atoll-rescue-{self._run.recipe}-{stamp}-{os.getpid()}").absolute()
+        try:
+            folder = RunFolder.create(path, self._join_info.run, sys.argv)
+            # This machine is not the one that the run listened on, and had one island of the run.
+            write_spec(path, replace(self._spec, listen="127.0.0.1:0", processes=1, devices=self._device_count))
+            self._make_leader_log(folder).rescue(self._engine)
+        except AtollError as error:
+            self._log(f"round {version.round} is lost with this island: {error}")
+            return
+        first = next((record.version.round for record in self._commit_log), version.round)
+        missing = f" Its event log begins with round {first}: earlier events are in the run's own folder." if first > 1 else ""
+        self._log(
+            f"no island with the run's folder answers, so {self._name} saved round {version.round} in {path}.{missing} Continue "
+            f"there with: atoll run --resume {path}"
+        )
 
     def _finished_elsewhere(self) -> bool:
         self._registry.refresh()
@@ -270,10 +365,38 @@ class IslandProcess:
     def close(self, *, wait: bool) -> None:
         self._membership.leave()
         self._registry.close()
+        self._registry.report_own_end(self._process)
         self._server.close()
         if self._leader_log is not None:
             self._leader_log.release()
         self._engine.close(wait=wait)
+
+
+class EvictionBackoff:
+    """How long an evicted island stays away: twice as long after each eviction over the same link. A link that worked for longer
+    than the last time away begins anew.
+
+    >>> backoff = EvictionBackoff()
+    >>> backoff.evicted(["b"], 0.0), backoff.returned(10.0), backoff.evicted(["b", "c"], 11.0), backoff.evicted(["c"], 12.0)
+    (10.0, None, 20.0, 20.0)
+    >>> backoff.returned(40.0), backoff.evicted(["c"], 70.0)
+    (None, 10.0)
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._returned_s, self._wait_s = math.inf, 0.0
+
+    def evicted(self, unreachable: Iterable[str], now_s: float) -> float:
+        """Returns how long to stay away."""
+        if now_s - self._returned_s > self._wait_s:
+            self._counts.clear()
+        self._counts.update(names := [*unreachable] or [""])
+        self._wait_s = min(_EVICTED_S * 2.0 ** (max(self._counts[name] for name in names) - 1), _LONGEST_EVICTED_S)
+        return self._wait_s
+
+    def returned(self, now_s: float) -> None:
+        self._returned_s = now_s
 
 
 def _island_number(name: str) -> int:

@@ -82,32 +82,39 @@ def supervise(task: RunTask) -> None:
             supervisor.run()
 
 
+OWN_SETTINGS = ("engine.devices", "engine.rescue_dir")
+"""Of a joiner."""
 JOIN_TIMEOUT_S, LOCAL_TIMEOUT_S = 3600.0, 60.0
 """How long a joiner, and an island that the supervisor started, look for the run."""
 _POLL_S = 0.2
 
 
 def join_run(address: str, settings: Sequence[str], others: Sequence[str] = ()) -> None:
-    """Be one more island of the run at this address, HOST:PORT. A joiner has one setting of its own, `engine.devices`, by default
-    as the run's islands have. Refuses all other settings, and the user's other options."""
-    foreign = [setting for setting in settings if setting.partition("=")[0] != "engine.devices"]
+    """Be one more island of the run at this address, HOST:PORT. A joiner has settings of its own: `engine.devices`, by default as
+    the run's islands have, and `engine.rescue_dir`. Refuses all other settings, and the user's other options."""
+    foreign = [setting for setting in settings if setting.partition("=")[0] not in OWN_SETTINGS]
     if others or foreign:
         raise ConfigError(
-            f"{', '.join([*others, *foreign])} with --join: a joiner fetches the run from its address. Its own is --set "
-            f"engine.devices=N alone. Leave out the others."
+            f"{', '.join([*others, *foreign])} with --join: a joiner fetches the run from its address. Its own are --set "
+            f"{' and '.join(OWN_SETTINGS)} alone. Leave out the others."
         )
-    spec = with_settings(Elastic(), settings)
-    assert isinstance(spec, Elastic)
+    with_settings(Elastic(), settings)  # refuses impossible values before the joiner looks for the run
     check_address(address)
     # The run may be started after the joiner. A user who mistyped the address learns how long the joiner looks for it.
     log(f"looking for the run at {address} for at most {JOIN_TIMEOUT_S:.0f} s; Ctrl-C ends it")
     # Two containers on one machine's network may have the same host name and the same process id.
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    run_island(address, name, None, devices=spec.devices if settings else None)
+    run_island(address, name, None, settings=settings)
 
 
 def run_island(
-    address: str, name: str, folder: Path | None, *, devices: int | None = None, interpose: Interpose | None = None
+    address: str,
+    name: str,
+    folder: Path | None,
+    *,
+    settings: Sequence[str] = (),
+    interpose: Interpose | None = None,
+    process: str | None = None,
 ) -> NoReturn:
     """Be the island of this name, unlike all others', until the run at this address is over, then end the process."""
     if folder is not None:
@@ -120,7 +127,9 @@ def run_island(
         log(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         gc.freeze()  # each change of members collects garbage while others wait, and imported modules are none
         with ExitStack() as stack:
-            island = IslandProcess(join_info, address, host, name, folder, log, interpose, devices)
+            own = with_settings(join_info.spec, settings)
+            assert isinstance(own, Elastic)
+            island = IslandProcess(join_info, address, host, name, folder, log, interpose, own, process)
             stack.push(lambda kind, error, trace: island.close(wait=kind is None))
             island.run()
     except NoState as error:  # another island may have the state that this one could not read

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,10 @@ from typing import Any, NamedTuple
 
 from atoll.core import events as ev
 from atoll.core.errors import CheckpointError
-from atoll.core.serialization import replacing
+from atoll.core.serialization import replacing, write_text
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
-from atoll.engines.elastic.membership import log_while_waiting, retry
+from atoll.engines.elastic.membership import LastQuorum, log_while_waiting, retry
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.run_lifecycle import RunResults
 from atoll.engines.training_setup import passed_multiple
@@ -36,6 +37,8 @@ _OPENED = StateVersion(0, 1 << 31)
 _BETWEEN_COMMITS = (ev.Evaluated.__name__, ev.Saved.__name__, ev.SaveFailed.__name__)
 _BEFORE_COMMITS = (ev.RunStarted.__name__, ev.WarmStartFinished.__name__, ev.IslandJoined.__name__)
 """Events outside of commits. A commit's own events end with Attended."""
+QUORUM_FILE = "quorum.json"
+"""In the run's folder: the processes of the last quorum that an island of this machine led."""
 _RETRY_S = 2.0
 """Between two attempts to finish the run."""
 
@@ -202,10 +205,20 @@ class LeaderLog:
         """Steps of the run at the last evaluation and the last checkpoint, by any island."""
         self._void_checkpoints: list[int] = []
         """Rounds of checkpoints of void commits. They are removed when a valid checkpoint is complete."""
+        self._saved_quorum: LastQuorum | None = None
         self.other_leader: str | None = None
         """The leader of the last commit, if that is another island."""
 
     # ------------------------------------------------------------------------------------------------------------- at commits
+
+    def last_quorum(self) -> LastQuorum:
+        """The last quorum that an island of this folder led: an island that restarts alone must not go on before all of its members
+        are known to have ended. It is empty in a run that was just started or resumed."""
+        try:
+            processes, leader = json.loads((self.folder.path / QUORUM_FILE).read_text("utf-8"))
+            return LastQuorum(tuple(map(str, processes)), leader)
+        except (OSError, ValueError, TypeError):
+            return LastQuorum()
 
     def append(self, engine: ElasticEngine, committed: CommittedRound) -> None:
         """Write a commit into the event log, evaluate and save, if this island is its leader. Raises RunAlreadyFinished."""
@@ -224,6 +237,9 @@ class LeaderLog:
             self.release()
 
     def _write(self, engine: ElasticEngine, committed: CommittedRound) -> None:
+        if committed.commit.quorum != self._saved_quorum:
+            write_text(self.folder.path / QUORUM_FILE, json.dumps(committed.commit.quorum), CheckpointError)
+            self._saved_quorum = committed.commit.quorum
         lease = self._up_to_date(engine)
         before, self._steps = self._steps, engine.steps_taken
         if committed.opening and engine.version.round == 0:
@@ -308,7 +324,8 @@ class LeaderLog:
             self._saved_at = newest.metadata.get("steps", 0) if newest is not None else 0
         if not keep_bytes:
             self._results.begin(lease)
-            self._results.warm_started(self._warm, lease)
+            if not math.isnan(self._warm.loss):  # a joiner has not trained the warm start, and does not know its figures
+                self._results.warm_started(self._warm, lease)
         return lease
 
     def _logged(self, kind: type[E]) -> list[E]:
@@ -342,6 +359,15 @@ class LeaderLog:
         self.lease = None
 
     # --------------------------------------------------------------------------------------------------------------- the end
+
+    def rescue(self, engine: ElasticEngine) -> None:
+        """Write the state that the engine holds, and the commits that this island remembers, into a folder of their own. Raises
+        CheckpointError."""
+        lease = self._up_to_date(engine)
+        self._save(engine, lease)
+        self.release()
+        if not self.checkpoints.rounds():
+            raise CheckpointError(f"the state of round {engine.version.round} could not be saved in {self.folder.path}.")
 
     @property
     def is_finished(self) -> bool:

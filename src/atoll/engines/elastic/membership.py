@@ -8,14 +8,15 @@ makes the quorum wait while one island recovers.
 from __future__ import annotations
 
 import gc
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,14 @@ T = TypeVar("T")
 
 class MembershipLost(ExchangeFailed):
     """This island cannot take part in any quorum again, and ends."""
+
+
+class Evicted(MembershipLost):
+    """A quorum that failed again and again goes on without this island, whose links to `unreachable` are faulty."""
+
+    def __init__(self, why: str, unreachable: Iterable[str] = ()) -> None:
+        super().__init__(why)
+        self.unreachable = tuple(unreachable)
 
 
 @contextmanager
@@ -74,6 +83,64 @@ def retry(
         time.sleep(every_s)
 
 
+class LastQuorum(NamedTuple):
+    """The processes that took part in the commit of a state, in rank order, and the one that led it. Every island replicates it."""
+
+    processes: tuple[str, ...] = ()
+    leader: str | None = None
+
+    def allows(self, present: Collection[str], ended: Collection[str] = ()) -> bool:
+        """Whether the processes that are present may commit the next round, where those in `ended` are known to have ended.
+
+        A network partition divides the members, and only one side may go on. Members that have ended are on no side. Of the others
+        the majority goes on, and of two equal halves the one with the leader; if the leader has ended, the one with the first
+        member. Two sides may know of different ends, and still at most one of them may commit: each counts at least the members
+        that are alive on both. If all members have ended, any island that fetched their state may go on. A report of an end must
+        not cross a partition that the islands' own messages do not cross: the dead may have committed beyond it.
+
+        >>> last = LastQuorum(("a", "b", "c", "d"), leader="c")
+        >>> [last.allows(side) for side in ("ab", "cd", "abd", "c")]
+        [False, True, True, False]
+        >>> last.allows("ab", ended="c"), last.allows("d", ended="abc"), last.allows("e", ended="abcd")
+        (True, True, True)
+        """
+        live = [one for one in self.processes if one not in ended]
+        count = sum(one in present for one in live)
+        decides = self.leader if self.leader in live else next(iter(live), None)
+        return not live or 2 * count > len(live) or (2 * count == len(live) and decides in present)
+
+    def absent(self, present: Collection[str], ended: Collection[str]) -> list[str]:
+        """The names of members that are neither present nor known to have ended."""
+        return [process_name(one) for one in self.processes if one not in present and one not in ended]
+
+
+def new_process(name: str) -> str:
+    """The identity of a new process of the island of this name: a restarted island is no member of the quorum that it was in.
+
+    >>> process_name(new_process("island-0000"))
+    'island-0000'
+    """
+    return f"{name}#{secrets.token_hex(8)}"
+
+
+def process_name(process: str) -> str:
+    return process.rpartition("#")[0] or process
+
+
+def place_of(process: str, number: int) -> str:
+    """The process as a member of quorums. A process that is evicted gives its place up, and returns with the next number."""
+    return f"{process}.{number}"
+
+
+def ended_among(places: Iterable[str], reported: Collection[str]) -> set[str]:
+    """The places that are free: the place itself was given up, or its process was reported to have ended.
+
+    >>> sorted(ended_among(["a#1.0", "a#1.1", "b#1.0", "c#1.0"], ["a#1.0", "b#1"]))
+    ['a#1.0', 'b#1.0']
+    """
+    return {place for place in places if place in reported or place.rpartition(".")[0] in reported}
+
+
 @dataclass(frozen=True)
 class Member:
     """An island as the lighthouse knows it: its replica id there carries all fields. `joined_s` is by the island's own clock."""
@@ -82,21 +149,22 @@ class Member:
     address: str
     has_folder: bool
     joined_s: float
+    process: str = ""
 
     def to_replica_id(self) -> str:
         """A unique id: the address belongs to one process, and the time distinguishes that process's joins.
 
-        >>> member = Member("b", "192.0.2.7:4711", True, 12.5)
+        >>> member = Member("b", "192.0.2.7:4711", True, 12.5, "b#1f")
         >>> member.to_replica_id(), Member.from_replica_id(member.to_replica_id()) == member
-        ('b:192.0.2.7:4711:folder:12.5', True)
+        ('b:192.0.2.7:4711:folder:12.5:b#1f', True)
         """
-        return f"{self.name}:{self.address}:{'folder' if self.has_folder else 'remote'}:{self.joined_s!r}"
+        return f"{self.name}:{self.address}:{'folder' if self.has_folder else 'remote'}:{self.joined_s!r}:{self.process}"
 
     @staticmethod
     def from_replica_id(text: str) -> Member:
         name, _, rest = text.partition(":")
-        address, folder, joined_s = rest.rsplit(":", 2)
-        return Member(name, address, folder == "folder", float(joined_s))
+        address, folder, joined_s, process = rest.rsplit(":", 3)
+        return Member(name, address, folder == "folder", float(joined_s), process)
 
 
 @dataclass(frozen=True)
@@ -153,10 +221,19 @@ class Quorum:
 
 class Membership:
     """One island's membership in the run. Other islands reach this machine at `host`. The island waits `limit_s` for a lighthouse
-    that does not answer."""
+    that does not answer. `ended` reads the processes that were reported to have ended."""
 
-    def __init__(self, status: IslandStatus, host: str, lighthouse: str, limit_s: float, log: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        status: IslandStatus,
+        host: str,
+        lighthouse: str,
+        limit_s: float,
+        log: Callable[[str], object],
+        ended: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
         self._status, self._host, self._lighthouse, self._limit_s, self._log = status, host, lighthouse, limit_s, log
+        self.ended = ended
         self._store: TCPStore
         self._store, self._store_port = open_store(host)
         self._server: Any = None
@@ -178,7 +255,7 @@ class Membership:
     def _manager_server(self, coordination: Any) -> Any:
         status = self._status
         return coordination.ManagerServer(
-            replica_id=Member(status.name, status.address, status.has_folder, time.time()).to_replica_id(),
+            replica_id=Member(status.name, status.address, status.has_folder, time.time(), status.process).to_replica_id(),
             lighthouse_addr=f"http://{self._lighthouse}",
             hostname=self._host,
             bind=f"{self._host}:0",

@@ -13,8 +13,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ UNREGISTERED_S = 3.0
 FORGOTTEN_S = 60.0
 """An island without a heartbeat for so long is not read any more until it registers anew."""
 LIGHTHOUSE_TICK_S = 0.02
-_JOIN_INFO, _NAMES = "join_info", "names"
+_JOIN_INFO, _NAMES, _ENDED = "join_info", "names", "ended"
 _REQUEST_LIMIT_S = 5.0
 
 
@@ -117,6 +117,18 @@ class RegistryClient:
                 store.append(_NAMES, f"{name}\n")
                 self._registered.add(name)
 
+    def report_ended(self, processes: Iterable[str]) -> None:
+        """Report that these processes have ended: islands do not take them for the other side of a partition."""
+        with self._connected() as store:
+            known = {*self.ended()}
+            if new := [process for process in processes if process not in known]:
+                store.append(_ENDED, "".join(f"{process}\n" for process in new))
+
+    def ended(self) -> list[str]:
+        """The processes that were reported to have ended."""
+        with self._connected() as store:
+            return store.get(_ENDED).decode().split() if store.check([_ENDED]) else []
+
     def names(self) -> list[str]:
         """Every name that ever registered, once per registration."""
         with self._connected() as store:
@@ -143,6 +155,7 @@ class Registry:
         self._statuses: dict[str, IslandStatus] = {}
         self._forgotten: dict[str, int] = {}
         """Islands that were silent for too long, and how often each had registered by then."""
+        self._ended: frozenset[str] = frozenset()
         self.reachable_since_s = math.inf
         """Since when every request to the registry has succeeded; infinity if the last one failed."""
         self.refresh()
@@ -174,6 +187,17 @@ class Registry:
         """The statuses of all islands with a recent heartbeat, this one included."""
         now_s = time.monotonic()
         return {name: status for name, status in self._statuses.items() if self._detector.is_alive(name, now_s)}
+
+    def ended(self) -> frozenset[str]:
+        """The processes that were reported to have ended, as far as this island knows: a restarted registry has no reports yet."""
+        with self._refreshing, suppress(ExchangeFailed):
+            self._ended |= {*self._client.ended()}
+        return self._ended
+
+    def report_own_end(self, process: str) -> None:
+        """Report that this process ends, or that it gives this place in quorums up."""
+        with self._refreshing, suppress(ExchangeFailed):
+            self._client.report_ended([process])
 
     def stateless_since_s(self) -> float:
         """Since when no other live island reports a state. Minus infinity if none has since this island registered; a time in the

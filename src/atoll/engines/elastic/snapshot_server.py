@@ -54,6 +54,8 @@ class IslandStatus:
     confirmed: bool = True  # whether it took part in the commit of the state that it holds, or knows it to be the newest
     suspects: frozenset[str] = frozenset()  # islands that it could not exchange with since its last commit
     heartbeat: int = 0  # counts its registrations
+    process: str = ""  # its identity: a restarted island of the same name has another
+    waiting: str = ""  # why it does not commit though its quorum is formed; shown on the console of its machine
 
     def to_json(self) -> dict[str, Any]:
         version = NO_VERSION if self.phase is IslandPhase.JOINING else self.version

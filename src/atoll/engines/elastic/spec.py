@@ -29,6 +29,8 @@ class Elastic(ProcessSpec):
         max_delta_ratio: a delta is refused if its norm exceeds the recent norms by this factor.
         listen: HOST:PORT of the run's rendezvous; islands of other machines must reach it. Port 0 takes a free one.
         devices: of each island. They share each of its batches, and its steps equal those of one device.
+        rescue_dir: a joiner that ends with the newest state, and reaches no island with the run's folder, saves the state in this
+            new folder; none: atoll-rescue-RECIPE-DATE in its working directory.
     """
 
     name: ClassVar[str] = "elastic"
@@ -42,6 +44,7 @@ class Elastic(ProcessSpec):
     max_delta_ratio: float = 25.0
     listen: str = "127.0.0.1:0"
     devices: int = 1
+    rescue_dir: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

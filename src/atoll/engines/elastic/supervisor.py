@@ -6,22 +6,26 @@ others go on; the run ends when no island is left.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed
 from atoll.core.events import read_event
 from atoll.core.protocols import Sink
-from atoll.engines.elastic.rendezvous import free_port
+from atoll.core.serialization import write_text
+from atoll.engines.elastic.leader_event_log import QUORUM_FILE
+from atoll.engines.elastic.membership import new_process
+from atoll.engines.elastic.rendezvous import RegistryClient, free_port
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.liveness import last_error
+from atoll.engines.liveness import Heartbeat, last_error
 from atoll.engines.run_lifecycle import RunTask
 from atoll.runs.folder import RunFolder
 from atoll.telemetry.sinks import Fanout
@@ -33,6 +37,8 @@ _SHUTDOWN_S = 5.0
 """Processes that were asked to end are killed after this time."""
 REFUSED, STATELESS = 2, 4
 """Exit codes: of a process that refuses its task, and of an island that found no state to start from, or none that it can read."""
+_REPORT_S, _WAIT_LOG_S, _REPORTED = 0.3, 60.0, 256
+"""How often the ends of islands are reported, and how often a waiting island is logged; and how many ends of each."""
 _MAX_EARLY_DEATHS, _EARLY_S = 5, 10.0
 """A process that dies this often in a row, each time this soon after its start, is not restarted."""
 
@@ -78,6 +84,8 @@ class Child:
     starts: int = 0
     started_s: float = 0.0  # the last time
     early_deaths: int = 0  # in a row
+    is_island: bool = False
+    processes: list[str] = field(default_factory=list)  # identities of an island's processes so far
     given_up: str = ""  # the reason why it is not restarted
 
     def release(self) -> None:
@@ -88,11 +96,14 @@ class Child:
     def start(self) -> None:
         self.release()
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        process = new_process(self.name)
+        command = [*self.command, "--process", process] if self.is_island else self.command
         with open(self.log, "ab") as log:
             # Its input is a pipe that the supervisor never writes to: it ends when the supervisor does, however that may be.
             self.process = subprocess.Popen(
-                self.command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env={**_QUIET, **os.environ}
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env={**_QUIET, **os.environ}
             )
+        self.processes.append(process)
         self.starts += 1
         self.started_s = time.monotonic()
 
@@ -137,7 +148,10 @@ class Supervisor:
             self._child(name, "island", self.address, "--name", name, "--folder", str(self._folder))
             for name in map(island_name, range(spec.processes or task.run.effective_cluster.islands))
         ]
+        for child in self.islands:
+            child.is_island = True
         self._tail = LogTail(self._folder, Fanout([sink, *hooks.sinks]))
+        self._ends = EndReports(self._folder, self.address, self.islands, self._log)
 
     def _child(self, name: str, *arguments: str) -> Child:
         command = [sys.executable, "-m", "atoll", *arguments]
@@ -163,6 +177,7 @@ class Supervisor:
             self._tail.follow()
         finally:
             _stop(self._children)
+            self._ends.close()
         if not RunFolder(self._folder).finished:
             lost = "; ".join(f"{child.name}: {child.given_up}" for child in self.islands if child.given_up)
             raise IslandFailed(
@@ -204,6 +219,40 @@ def _stop(children: Sequence[Child]) -> None:
             process.wait()
     for child in children:
         child.release()
+
+
+class EndReports:
+    """Reports processes of this machine's islands that have ended to the registry, so that other islands do not take them for the
+    other side of a partition; and logs why islands wait. Processes of an earlier supervisor of this folder have ended with it."""
+
+    def __init__(self, folder: Path, address: str, islands: Sequence[Child], log: Callable[[str], object]) -> None:
+        self._registry, self._islands, self._log = RegistryClient(address), islands, log
+        self._path, self._logged_s = folder / "processes.txt", dict[str, float]()
+        self._before = self._path.read_text("utf-8").split()[-_REPORTED:] if self._path.exists() else []
+        self._written = len(self._before)
+        (folder / QUORUM_FILE).unlink(missing_ok=True)  # a run that is resumed begins with the islands that are started now
+        self._heartbeat = Heartbeat(lambda number: self._report(), interval_s=_REPORT_S)
+
+    def _report(self) -> None:
+        started, ended = [*self._before], [*self._before]
+        for child in self._islands:
+            processes = child.processes[-_REPORTED:]  # read first: the child may be restarted while its exit code is read
+            started += processes
+            ended += processes if child.exit_code is not None else processes[:-1]
+        with suppress(CheckpointError):  # on a full disk; the next supervisor cannot report these
+            if len(started) != self._written:
+                write_text(self._path, "".join(f"{process}\n" for process in started), CheckpointError)
+                self._written = len(started)
+        with suppress(ExchangeFailed):
+            self._registry.report_ended(ended)
+            own = {child.name for child in self._islands}.intersection(self._registry.names())
+            for name, status in self._registry.statuses(sorted(own)).items():
+                if status.waiting and time.monotonic() - self._logged_s.get(name, -math.inf) > _WAIT_LOG_S:
+                    self._logged_s[name] = time.monotonic()
+                    self._log(f"{name}: {status.waiting}")
+
+    def close(self) -> None:
+        self._heartbeat.close()
 
 
 class LogTail:
