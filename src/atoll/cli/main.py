@@ -131,7 +131,11 @@ def run(
     options: RunOptions,
     elastic: Annotated[bool, typer.Option("--elastic", help="Short for --engine elastic.")] = False,
     join: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Join the elastic run at this address as one more island.")
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,...",
+            help="Join the elastic run at this address as one more island; with --out keep a copy of its folder there.",
+        ),
     ] = None,
 ) -> None:
     """Run a recipe on an engine, resume a run, or join an elastic run. Under torchrun, use --engine processes."""
@@ -140,7 +144,8 @@ def run(
     if join is not None:
         from atoll.engines.elastic.launch import join_run
 
-        join_run(join, options.settings, [name for name in _given(context) if name not in ("--join", "--set")])
+        others = [name for name in _given(context) if name not in ("--join", "--set", "--out")]
+        join_run(join, options.settings, others, options.out)
         return
     if elastic and options.engine not in (None, "elastic"):
         raise ConfigError(f"--elastic with --engine {options.engine}: it is short for --engine elastic. Leave out one of them.")

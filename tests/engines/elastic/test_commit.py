@@ -51,17 +51,19 @@ class Islands:
     """Members of one lighthouse, each driven by a thread of its own."""
 
     def __init__(self, lighthouse, names):
-        self.logged, self._lighthouse, self.ended = [], lighthouse, set()
+        self.logged, self._lighthouse, self.ended, self.silent = [], lighthouse, set(), set()
         self.members, self.protocols, self.servers, self.statuses, self.before_status = {}, {}, {}, {}, {}
         for name in names:
             self.add(name).join()
 
     def add(self, name, has_folder=True):
         """An island that can be queried, and has not joined yet."""
-        status = self.statuses[name] = IslandStatus(name, has_folder, process=f"{name}#1")
+        status = self.statuses[name] = IslandStatus(name, has_folder, process=f"{name}#1.0")
 
         def answer():
             self.before_status.get(name, bool)()
+            if name in self.silent:
+                raise OSError("it answers nothing, as beyond a cut link")
             return replace(status, phase=IslandPhase.JOINED, version=NOW).to_json()
 
         server = self.servers[name] = SnapshotServer(HOST, answer)
@@ -370,7 +372,7 @@ def divided(islands):
         assert {one.names for one in group.commit(dict.fromkeys(together, names_of)).values()} == {tuple(together)}
         for name in {*together} - {*left}:
             group.members[name].leave()
-            group.servers[name].close()
+            group.silent |= {name}
         return group
 
     return make
@@ -401,12 +403,24 @@ def test_a_minority_waits_until_enough_of_the_others_are_reported_to_have_ended(
         assert {one.names for one in commits.result(20.0).values()} == {tuple(left)}
 
 
+def test_a_member_on_this_machine_whose_address_refuses_connections_has_ended(divided):
+    group = divided("abc", "c")
+    with ThreadPoolExecutor(1) as pool:
+        commits = pool.submit(group.commit, {"c": names_of}, {"c": NEXT})
+        group.wait_until_it_waits("c")
+        for name in "ab":
+            group.servers[name].close()
+        assert commits.result(20.0)["c"].names == ("c",)
+
+
 def test_a_new_process_of_a_member_does_not_count_as_the_member(divided):
     group = divided("ab", "b")
     group.members["b"].leave()
-    group.statuses["b"].process = "b#2"
+    group.statuses["b"].process = "b#2.0"
     group.members["b"].join()
-    group.protocols["b"].last_quorum = group.protocols["b"].last_quorum._replace(leader="b#1")
+    group.protocols["b"].last_quorum = group.protocols["b"].last_quorum._replace(
+        leader=group.protocols["b"].last_quorum.processes[1]
+    )
     group.ended = {"b#1"}
     with ThreadPoolExecutor(1) as pool:
         commits = pool.submit(group.commit, {"b": names_of}, {"b": NEXT})
@@ -424,7 +438,7 @@ def test_a_minority_that_waits_catches_up_when_the_partition_heals(divided):
         ahead = pool.submit(group.commit, {"a": names_of}, {"a": StateVersion(9, 2000)})
         stale = waits.result(20.0)["c"]
         assert isinstance(stale, StaleState)
-        assert (stale.version, stale.holders) == (StateVersion(9, 2000), ("a#1",))
+        assert (stale.version, stale.holders) == (StateVersion(9, 2000), (f"a#1.0@{group.statuses['a'].address}",))
         group.ended = {"b#1", "c#1"}
         assert ahead.result(20.0)["a"].names == ("a",)
 
@@ -438,14 +452,13 @@ def votes_and_misses_the_others(collectives, names):
 
 def test_an_island_that_voted_goes_on_only_if_the_other_voters_could_not_have(divided):
     group = divided("abc", "ab")
-    group.servers["c"] = SnapshotServer(HOST, lambda: reported("c", NEXT))
     versions = dict.fromkeys("abc", NEXT)
     with ThreadPoolExecutor(3) as pool:
         committed = pool.submit(group.protocols["a"].commit, proposes(names_of, NEXT))
         doubts = pool.submit(group.commit, {"b": votes_and_misses_the_others}, versions)
         assert committed.result(20.0).names == ("a", "b")  # it received all votes, and may go on alone: it leads
         group.members["a"].leave()
-        group.servers["a"].close()
+        group.silent = {"a"}
         group.members["c"].join()
         waits = pool.submit(group.commit, {"c": names_of}, versions)
         assert "a took part in the last commit" in group.wait_until_it_waits("b"), "two of three would be a majority"

@@ -111,7 +111,7 @@ class Island:
     def commit(self, number, epoch, *, leader="a"):
         self.engine.reach(number, epoch)
         self.commit_log.append(CommitRecord(self.engine.version, False, [finished(number), attended(number, epoch)]), NO_VERSION)
-        self.leader_log.append(self.engine, SimpleNamespace(opening=False, leader=leader, commit=QUORUM))
+        self.leader_log.append(self.engine, SimpleNamespace(opening=False, leader=lambda folder: leader, commit=QUORUM))
 
     def events(self, kind):
         return [event for event in read_events(self.folder.events) if isinstance(event, kind)]
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_harmless_while_another_island_has_the_state(tmp
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(5, {})
     (tmp_path / "00000005" / "meta.json").unlink()
-    leader_log = SimpleNamespace(checkpoints=checkpoints, last_quorum=LastQuorum)
+    leader_log = SimpleNamespace(checkpoints=checkpoints, last_quorum=LastQuorum, is_copy=False)
     assert Fetching(leader_log).initialize(SimpleNamespace()) == "round 6, fetched from b"
 
 

@@ -86,7 +86,7 @@ class UpdateValidator:
 class IslandReport:
     """What an island reports of itself with its vote."""
 
-    has_folder: bool
+    folder: str  # see IslandStatus.folder
     address: str
     donor: str | None = None  # the island that it fetched its state from since its last commit
     received_bytes: int = 0  # from the donor
@@ -99,8 +99,8 @@ class IslandReport:
 
     @staticmethod
     def from_text(text: str) -> IslandReport:
-        has_folder, address, donor, received_bytes, written, record, now_s = json.loads(text)
-        return IslandReport(has_folder, address, donor, received_bytes, written, RoundRecord.from_json(record), now_s)
+        folder, address, donor, received_bytes, written, record, now_s = json.loads(text)
+        return IslandReport(folder, address, donor, received_bytes, written, RoundRecord.from_json(record), now_s)
 
 
 @dataclass(frozen=True)

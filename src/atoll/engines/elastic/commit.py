@@ -28,7 +28,6 @@ from atoll.engines.elastic.membership import (
     MembershipLost,
     Quorum,
     QuorumMonitor,
-    ended_among,
     process_name,
 )
 from atoll.engines.elastic.snapshot_server import QUERY_S, SILENT_S, IslandStatus, query_islands
@@ -199,7 +198,7 @@ class CommitProtocol:
         # The delta of an island whose bits differ is as good as any, if the island computed those bits itself.
         diverged = [rank for rank in diverged if states[rank].confirmed]
         if quorum.rank not in (*valid, *diverged):
-            newest, holders = StateVersion(*states[valid[0]].position[:2]), [quorum.members[rank].process for rank in valid]
+            newest, holders = StateVersion(*states[valid[0]].position[:2]), [quorum.members[rank].identity for rank in valid]
             why = DIVERGED if newest == version else f"the quorum holds {newest}, and this island {version}"
             raise StaleState(newest, why, holders)
         if not any(states[rank].confirmed for rank in valid):
@@ -210,8 +209,8 @@ class CommitProtocol:
         names = collectives.names
         epoch = self._last_epoch = attempt_epoch(names, first)
         announced = [row for rank, row in enumerate(rows) if rank not in stale]
-        leader = next((quorum.members[rank].process for rank in valid if states[rank].has_folder), None)
-        members = LastQuorum(tuple(quorum.members[rank].process for rank in range(len(rows)) if rank not in stale), leader)
+        leader = next((quorum.members[rank].identity for rank in valid if states[rank].has_folder), None)
+        members = LastQuorum(tuple(quorum.members[rank].identity for rank in range(len(rows)) if rank not in stale), leader)
         self._check_majority(collectives, members.processes, any(row[7] for row in announced))
         after = StateVersion(version.round + in_round, epoch)
         vote = replace(proposal, before_vote=lambda: self._in_doubt.append((after, members)))
@@ -224,7 +223,7 @@ class CommitProtocol:
         attempt that one of them took part in had been completed by other participants, which may be on another side by now."""
         if not in_doubt and {*self.last_quorum.processes} <= {*present}:
             return
-        own = [sorted(ended_among(self.successors(), self._membership.ended())), [doubt for _, doubt in self._in_doubt]]
+        own = [sorted(self._membership.ended(self.successors())), [doubt for _, doubt in self._in_doubt]]
         known, quorums = set[str](), {self.last_quorum}
         try:
             for text in collectives.all_gather_text(json.dumps(own)):
@@ -248,7 +247,8 @@ class CommitProtocol:
 
     def successors(self) -> list[str]:
         """The processes that may go on from the state that this island holds, or already have."""
-        return [process for last in (self.last_quorum, *(doubt for _, doubt in self._in_doubt)) for process in last.processes]
+        quorums = [self.last_quorum, *(doubt for _, doubt in self._in_doubt)]
+        return [*dict.fromkeys(process for last in quorums for process in last.processes)]
 
     # -------------------------------------------------------------------------------------------------------------- membership
 
@@ -258,7 +258,7 @@ class CommitProtocol:
         missing = {name: address for name, address in self.peers.items() if name not in present}
         for name, status in query_islands(missing, self._scaled(QUERY_S)).items():
             if status.version > version:
-                raise StaleState(status.version, f"{name} holds {status.version}, and this island {version}", [status.process])
+                raise StaleState(status.version, f"{name} holds {status.version}, and this island {version}", [status.identity])
             if status.version == version and time.monotonic() - began_s < self._patience_s:
                 raise MemberMissing(f"{name} is alive and not in this round's quorum yet. The quorum waits for it.")
 

@@ -24,9 +24,9 @@ from atoll.core.serialization import pack
 from atoll.engines.elastic.commit import StaleState
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.leader_event_log import CommitLog, CommitRecord, LeaderLog, RunAlreadyFinished
-from atoll.engines.elastic.membership import Evicted, Membership, log_while_waiting, new_process, place_of
+from atoll.engines.elastic.membership import Evicted, Membership, log_while_waiting, new_process, numbered
 from atoll.engines.elastic.recovery import Recovery
-from atoll.engines.elastic.rendezvous import Registry
+from atoll.engines.elastic.rendezvous import Registry, Rendezvous
 from atoll.engines.elastic.snapshot_server import (
     QUERY_S,
     SILENT_S,
@@ -68,7 +68,9 @@ class IslandProcess:
         host: the address by which other islands reach this machine.
         folder: of the run, where this machine has it.
         own: the settings of a joiner: its devices, and where it saves a state that it could not hand on. None: the run's.
-        process: the identity of this process, by which its supervisor reports its end.
+        process: the identity of this process, by which its supervisor reports its end. A joiner has no supervisor, and its folder
+            is a copy that it writes alone.
+        standby: a rendezvous that this process runs, for the case that the run's own is lost.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class IslandProcess:
         interpose: Interpose | None = None,
         own: Elastic | None = None,
         process: str | None = None,
+        standby: Rendezvous | None = None,
     ) -> None:
         self._join_info, self._run, self._spec, self._name, self._log = join_info, join_info.run.resolved, join_info.spec, name, log
         self._own = own or self._spec
@@ -89,24 +92,28 @@ class IslandProcess:
         check_devices_share_batch(self._run, self._device_count)
         self._folder = RunFolder(folder) if folder is not None else None
         self._process, self._evictions = process or new_process(name), EvictionBackoff()
-        self.status = IslandStatus(name, folder is not None, process=place_of(self._process, 0))
+        self.status = IslandStatus(name, folder is not None, process=numbered(self._process, 0))
+        self.status.has_copy = folder is not None and own is not None
+        self.status.standby = f"{standby.address} {standby.lighthouse}" if standby is not None else ""
         self._server = SnapshotServer(host, self.status.to_json)
         self.status.address = self._server.address
-        self._registry = Registry(address, self.status)
+        self._registry = Registry(address, self.status, join_info.places(address))
         limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
         self._membership = Membership(self.status, host, join_info.lighthouse, limit_s, log, self._registry.ended)
+        self._registry.on_move = self._membership.move
         self._commit_log = CommitLog()
         self._set_up(limit_s, interpose)
 
     def _set_up(self, limit_s: float, interpose: Interpose | None) -> None:
         """Load the data, and build the engine, the leader log and the recovery."""
         run, folder, preparation = self._run, self._folder, RunPreparation(self._run)
-        if folder is None and partitioned_by_weights(run):
+        joins = folder is None or self.status.has_copy
+        if joins and partitioned_by_weights(run):
             raise ConfigError(
                 f"{self._name} joins from another machine, and this run's data are partitioned by the weights of its warm start, "
                 f"which are in the run's folder. Use data.partition=random, or start all islands on the machine with the folder."
             )
-        if folder is not None:
+        if folder is not None and not joins:
             warm = preparation.warm_start(folder.warm_start, Fanout([]))
         else:  # a joiner fetches the weights
             warm = WarmStart(preparation.initial_weights(), 0, math.nan)
@@ -116,7 +123,8 @@ class IslandProcess:
 
         def leader_log(folder: RunFolder) -> LeaderLog:
             results = RunResults(RunTask(run=run, spec=self._spec, folder=folder, log=self._log, cache=preparation.cache))
-            return LeaderLog(results, prepared, Evaluator(workload, device, dtype_of(run)), self._commit_log)
+            copy_of = self._name if joins else ""
+            return LeaderLog(results, prepared, Evaluator(workload, device, dtype_of(run)), self._commit_log, copy_of)
 
         self._make_leader_log = leader_log
         self._leader_log = leader_log(folder) if folder is not None else None
@@ -171,6 +179,8 @@ class IslandProcess:
     def _join(self) -> None:
         # Setting up takes a while, in which the registry was read: the island need not wait for as long again.
         source = self._recovery.initialize(self._engine, self._registry.stateless_since_s())
+        if self._leader_log is not None:
+            self._learn_warm_start(self._leader_log)
         self._log(f"{self._name} begins with {source}")
         self._publish()
         self._wait_for_links(_FIRST_PROBES_S)
@@ -179,6 +189,12 @@ class IslandProcess:
         self._registry.refresh()
         if not self._engine.leases.active and not self._engine.leases.done:
             self._wait_for_planned_islands()
+
+    def _learn_warm_start(self, leader_log: LeaderLog) -> None:
+        """A joiner has not trained the warm start: the log of its folder gets the figures that its donor told."""
+        if self._recovery.warm_start is not None and math.isnan(leader_log.warm_start.loss):
+            tokens, loss = self._recovery.warm_start
+            leader_log.warm_start = replace(leader_log.warm_start, tokens=tokens, loss=loss)
 
     def _train(self) -> None:
         while not self._engine.leases.done:
@@ -218,6 +234,10 @@ class IslandProcess:
         structure, tensors = pack(self._engine.shared())
         commits, origin = self._commit_log.to_parts(), self._origin
         header = {"metadata": self._engine.metadata(), "structure": structure, "commit_log": commits, "origin": origin}
+        if self._leader_log is not None and not math.isnan(self._leader_log.warm_start.loss):
+            header["warm_start"] = [self._leader_log.warm_start.tokens, self._leader_log.warm_start.loss]
+        elif self._recovery.warm_start is not None:
+            header["warm_start"] = [*self._recovery.warm_start]
         self._server.publish(Snapshot(header, tensors))
         self.status.version = self._engine.version
         self.status.exchanging = False
@@ -242,7 +262,7 @@ class IslandProcess:
             self._leader_log.release()
         self._registry.report_own_end(self.status.process)
         number = int(self.status.process.rpartition(".")[2]) + 1
-        self.status.process, self.status.phase = place_of(self._process, number), IslandPhase.JOINING
+        self.status.process, self.status.phase = numbered(self._process, number), IslandPhase.JOINING
         deadline_s = time.monotonic() + wait_s
         while time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
@@ -325,7 +345,9 @@ class IslandProcess:
             folder = RunFolder.create(path, self._join_info.run, sys.argv)
             # This machine is not the one that the run listened on, and had one island of the run.
             write_spec(path, replace(self._spec, listen="127.0.0.1:0", processes=1, devices=self._device_count))
-            self._make_leader_log(folder).rescue(self._engine)
+            leader_log = self._make_leader_log(folder)
+            self._learn_warm_start(leader_log)
+            leader_log.rescue(self._engine)
         except AtollError as error:
             self._log(f"round {version.round} is lost with this island: {error}")
             return
@@ -343,7 +365,7 @@ class IslandProcess:
     def _wait_for_leader(self, leader_log: LeaderLog) -> None:
         """Wait until the leader has finished the run, or has died."""
         leader, addresses = leader_log.other_leader, self._engine.peer_addresses
-        if leader is None and leader_log.lease is None:
+        if leader is None and leader_log.lease is None and not leader_log.is_copy:
             # It fetched the last state, and does not know its leader: if another island with the folder answers, that may be it.
             self._stay("the leader", lambda: leader_log.is_finished or not self._has_folder_peer(), lambda: True, SILENT_S)
         elif leader is not None and leader in addresses:
@@ -351,7 +373,7 @@ class IslandProcess:
             self._stay(leader, lambda: leader_log.is_finished, lambda: query_islands({leader: addresses[leader]}, SILENT_S))
 
     def _has_folder_peer(self) -> bool:
-        return any(status.has_folder for status in query_islands(self._engine.peer_addresses, QUERY_S).values())
+        return any(status.folder == "run" for status in query_islands(self._engine.peer_addresses, QUERY_S).values())
 
     def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> None:
         """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer."""

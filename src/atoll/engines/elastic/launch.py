@@ -11,8 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
 from atoll.engines.liveness import exit_with
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import with_settings, write_spec
+from atoll.runs.folder import RunFolder
 from atoll.runs.validation import check_devices_share_batch
 from atoll.telemetry.sinks import Fanout
 
@@ -82,29 +83,33 @@ def supervise(task: RunTask) -> None:
             supervisor.run()
 
 
-OWN_SETTINGS = ("engine.devices", "engine.rescue_dir")
+OWN_SETTINGS = ("engine.devices", "engine.rescue_dir", "engine.listen")
 """Of a joiner."""
 JOIN_TIMEOUT_S, LOCAL_TIMEOUT_S = 3600.0, 60.0
 """How long a joiner, and an island that the supervisor started, look for the run."""
 _POLL_S = 0.2
 
 
-def join_run(address: str, settings: Sequence[str], others: Sequence[str] = ()) -> None:
-    """Be one more island of the run at this address, HOST:PORT. A joiner has settings of its own: `engine.devices`, by default as
-    the run's islands have, and `engine.rescue_dir`. Refuses all other settings, and the user's other options."""
+def join_run(address: str, settings: Sequence[str], others: Sequence[str] = (), out: Path | None = None) -> None:
+    """Be one more island of the run at this address, HOST:PORT, or at the first of several that answers. A joiner has settings of
+    its own: `engine.devices`, by default as the run's islands have, `engine.rescue_dir`, and `engine.listen`. With `out` it keeps a
+    copy of the run's folder there, and with `engine.listen`, too, it runs a standby rendezvous. Refuses all other settings, and the
+    user's other options."""
     foreign = [setting for setting in settings if setting.partition("=")[0] not in OWN_SETTINGS]
     if others or foreign:
         raise ConfigError(
             f"{', '.join([*others, *foreign])} with --join: a joiner fetches the run from its address. Its own are --set "
             f"{' and '.join(OWN_SETTINGS)} alone. Leave out the others."
         )
+    if out is None and any(setting.startswith("engine.listen=") for setting in settings):
+        raise ConfigError("engine.listen with --join: a joiner listens for others if it keeps a copy of the run. Add --out DIR.")
     with_settings(Elastic(), settings)  # refuses impossible values before the joiner looks for the run
     check_address(address)
     # The run may be started after the joiner. A user who mistyped the address learns how long the joiner looks for it.
     log(f"looking for the run at {address} for at most {JOIN_TIMEOUT_S:.0f} s; Ctrl-C ends it")
     # Two containers on one machine's network may have the same host name and the same process id.
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    run_island(address, name, None, settings=settings)
+    run_island(address, name, None, settings=settings, out=out)
 
 
 def run_island(
@@ -113,23 +118,33 @@ def run_island(
     folder: Path | None,
     *,
     settings: Sequence[str] = (),
+    out: Path | None = None,
     interpose: Interpose | None = None,
     process: str | None = None,
 ) -> NoReturn:
-    """Be the island of this name, unlike all others', until the run at this address is over, then end the process."""
+    """Be the island of this name, unlike all others', until the run at this address is over, then end the process. An island that
+    the supervisor started has the run's `folder`; a joiner may have settings of its own, and a folder `out` of its own."""
     if folder is not None:
         end_with_supervisor()
     os.environ.setdefault("RUST_LOG", "warn")  # torchft logs every quorum
     try:
-        join_info = fetch_join_info(address, LOCAL_TIMEOUT_S if folder is not None else JOIN_TIMEOUT_S)
+        join_info, address = fetch_join_info(address, LOCAL_TIMEOUT_S if folder is not None else JOIN_TIMEOUT_S)
         host = _host_towards(address)
         torch.set_num_threads(join_info.run.cluster.threads_per_island)
         log(f"{name} on {platform.node()} ({host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         gc.freeze()  # each change of members collects garbage while others wait, and imported modules are none
         with ExitStack() as stack:
-            own = with_settings(join_info.spec, settings)
-            assert isinstance(own, Elastic)
-            island = IslandProcess(join_info, address, host, name, folder, log, interpose, own, process)
+            own = with_settings(join_info.spec, settings) if folder is None else None
+            assert own is None or isinstance(own, Elastic)
+            if out is not None:
+                folder = stack.enter_context(folder_copy(out, join_info))
+            standby = None
+            if own is not None and any(setting.startswith("engine.listen=") for setting in settings):
+                first = join_info.first or (address, join_info.lighthouse)
+                standby = Rendezvous(replace(join_info, lighthouse=f"{own.host}:{free_port(own.host)}", first=first), own.listen)
+                stack.callback(standby.close)
+                log(f"{name} runs a standby rendezvous at {standby.address}: atoll run --join {address},{standby.address}")
+            island = IslandProcess(join_info, address, host, name, folder, log, interpose, own, process, standby)
             stack.push(lambda kind, error, trace: island.close(wait=kind is None))
             island.run()
     except NoState as error:  # another island may have the state that this one could not read
@@ -157,17 +172,37 @@ def run_rendezvous(join_info: Path, address: str) -> NoReturn:
         rendezvous.close()
 
 
-def fetch_join_info(address: str, timeout_s: float) -> JoinInfo:
-    """What the run at this address is."""
-    registry = RegistryClient(address)
+@contextmanager
+def folder_copy(path: Path, join_info: JoinInfo) -> Iterator[Path]:
+    """A joiner's own folder of the run, new or from an earlier time, which no other process uses."""
+    if path.is_dir() and any(path.iterdir()):
+        folder = RunFolder.open(path)
+        folder.same_run(join_info.run)
+    else:
+        folder = RunFolder.create(path, join_info.run, sys.argv)
+    with folder.lock():
+        # Resumed on this machine the run has one island at first, and listens where its user says.
+        write_spec(folder.path, replace(join_info.spec, listen="127.0.0.1:0", processes=1))
+        yield folder.path
 
-    def fetch() -> JoinInfo:
-        text = registry.join_info()
-        if text is None:
-            raise ExchangeFailed(f"the run at {address} has published nothing for {timeout_s:.0f} s. Start it again.")
-        return JoinInfo.from_text(text)
 
-    with log_while_waiting(log, f"waiting for the run at {address}"):
+def fetch_join_info(addresses: str, timeout_s: float) -> tuple[JoinInfo, str]:
+    """What the run at the first of these addresses that answers is, and that address."""
+    registries = {address: RegistryClient(address) for address in addresses.split(",")}
+
+    def fetch() -> tuple[JoinInfo, str]:
+        missing: ExchangeFailed | None = None
+        for address, registry in registries.items():
+            try:
+                if (text := registry.join_info()) is not None:
+                    return JoinInfo.from_text(text), address
+                missing = ExchangeFailed(f"the run at {address} has published nothing for {timeout_s:.0f} s. Start it again.")
+            except ExchangeFailed as error:
+                missing = error
+        assert missing is not None
+        raise missing
+
+    with log_while_waiting(log, f"waiting for the run at {addresses}"):
         return retry(fetch, ExchangeFailed, timeout_s, _POLL_S)
 
 

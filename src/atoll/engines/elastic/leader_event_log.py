@@ -1,8 +1,8 @@
 """The run's event log, which the leader of each commit writes; the leader also evaluates, saves checkpoints and finishes the run.
 
-The leader is the first participant of a commit that has the run's folder. Every island remembers recent commits, so when a leader
-dies, the next one continues where the log ends. It truncates the log after the last valid commit and takes the write lease; the old
-leader's writes then go to a file that no process reads.
+The leader is the first participant of a commit that has the run's folder. A joiner may keep a copy of the folder, and leads there.
+Every island remembers recent commits, so when a leader dies, the next one continues where the log ends. It truncates the log after
+the last valid commit and takes the write lease; the old leader's writes then go to a file that no process reads.
 """
 
 from __future__ import annotations
@@ -189,9 +189,13 @@ def committed_prefix(path: Path, epochs: Mapping[int, int]) -> tuple[int, StateV
 class LeaderLog:
     """What one island does with the run's folder when it is the leader."""
 
-    def __init__(self, results: RunResults, prepared: Prepared, evaluator: Evaluator, commit_log: CommitLog) -> None:
+    def __init__(
+        self, results: RunResults, prepared: Prepared, evaluator: Evaluator, commit_log: CommitLog, copy_of: str = ""
+    ) -> None:
+        self.is_copy, self._folder_id = bool(copy_of), copy_of or "run"
+        """A copy belongs to the island `copy_of` alone, which joined the run and fetched its state."""
         self._results, self._evaluator, self._commit_log = results, evaluator, commit_log
-        self._warm, self._origin = prepared.warm_start, prepared.origin
+        self.warm_start, self._origin = prepared.warm_start, prepared.origin
         self._keep, self.folder, self._log = results.run.keep, results.folder, results.task.log
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep=self._keep.checkpoints)
         self.lease: EventLogLease | None = None
@@ -222,8 +226,9 @@ class LeaderLog:
 
     def append(self, engine: ElasticEngine, committed: CommittedRound) -> None:
         """Write a commit into the event log, evaluate and save, if this island is its leader. Raises RunAlreadyFinished."""
-        leads = committed.leader == engine.name
-        self.other_leader = None if leads else committed.leader
+        leader = committed.leader(self._folder_id)
+        leads = leader == engine.name
+        self.other_leader = None if leads else leader
         if not leads:
             self.release()
             return
@@ -324,8 +329,8 @@ class LeaderLog:
             self._saved_at = newest.metadata.get("steps", 0) if newest is not None else 0
         if not keep_bytes:
             self._results.begin(lease)
-            if not math.isnan(self._warm.loss):  # a joiner has not trained the warm start, and does not know its figures
-                self._results.warm_started(self._warm, lease)
+            if not math.isnan(self.warm_start.loss):  # else no donor has told its figures to this joiner
+                self._results.warm_started(self.warm_start, lease)
         return lease
 
     def _logged(self, kind: type[E]) -> list[E]:
@@ -401,7 +406,7 @@ class LeaderLog:
         lease = self._up_to_date(engine)
         if self._evaluated != engine.version:
             self._evaluate(engine, lease)
-        finished = engine.accounting.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
+        finished = engine.accounting.finished(engine.clock.now_s(), self.warm_start.tokens, engine.params.digest())
         lease.emit(finished)
         self._results.write_final(engine.params, engine.replica.buffers(), finished, checkpoint)
         lease.check()

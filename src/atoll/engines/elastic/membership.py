@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait as wait_for_any
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from atoll.core.errors import ExchangeFailed
 from atoll.core.optional_imports import require
 from atoll.engines.elastic.rendezvous import open_store
-from atoll.engines.elastic.snapshot_server import IslandStatus, query_status
+from atoll.engines.elastic.snapshot_server import IslandStatus, query_status, refuses
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.liveness import FailureDetector, Heartbeat
 from atoll.engines.point_to_point import first_sentence
@@ -34,7 +35,7 @@ WAIT_LOG_S = 10.0
 PROBE_S = 1.0
 _HEARTBEAT = timedelta(milliseconds=100)
 _CONNECT_LIMIT = timedelta(seconds=10)
-_RETRY_S = 0.2
+_RETRY_S, _MOVE_POLL_S = 0.2, 0.5
 _QUORUM_RETRIES = 1000
 """Of torchft's manager while the lighthouse is away. Without retries it never answers a request that the lighthouse died over."""
 _UNUSED_TAG = 1  # messages have tag 0
@@ -127,18 +128,19 @@ def process_name(process: str) -> str:
     return process.rpartition("#")[0] or process
 
 
-def place_of(process: str, number: int) -> str:
-    """The process as a member of quorums. A process that is evicted gives its place up, and returns with the next number."""
+def numbered(process: str, number: int) -> str:
+    """The process as a member of quorums. A process that is evicted gives its membership up, and returns with the next number."""
     return f"{process}.{number}"
 
 
-def ended_among(places: Iterable[str], reported: Collection[str]) -> set[str]:
-    """The places that are free: the place itself was given up, or its process was reported to have ended.
+def ended_among(members: Iterable[str], reported: Collection[str]) -> set[str]:
+    """The members that have ended: the membership itself was given up, or its process was reported to have ended.
 
-    >>> sorted(ended_among(["a#1.0", "a#1.1", "b#1.0", "c#1.0"], ["a#1.0", "b#1"]))
-    ['a#1.0', 'b#1.0']
+    >>> sorted(ended_among(["a#1.0@x:7", "a#1.1@x:7", "b#1.0@x:8", "c#1.0@x:9"], ["a#1.0", "b#1"]))
+    ['a#1.0@x:7', 'b#1.0@x:8']
     """
-    return {place for place in places if place in reported or place.rpartition(".")[0] in reported}
+    processes = {member: member.partition("@")[0] for member in members}
+    return {member for member, one in processes.items() if one in reported or one.rpartition(".")[0] in reported}
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,11 @@ class Member:
     has_folder: bool
     joined_s: float
     process: str = ""
+
+    @property
+    def identity(self) -> str:
+        """In a LastQuorum."""
+        return f"{self.process}@{self.address}"
 
     def to_replica_id(self) -> str:
         """A unique id: the address belongs to one process, and the time distinguishes that process's joins.
@@ -233,7 +240,9 @@ class Membership:
         ended: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self._status, self._host, self._lighthouse, self._limit_s, self._log = status, host, lighthouse, limit_s, log
-        self.ended = ended
+        self._reported = ended
+        self._moved = threading.Event()
+        """Whether the manager sends its heartbeats to another lighthouse than this island's."""
         self._store: TCPStore
         self._store, self._store_port = open_store(host)
         self._server: Any = None
@@ -242,6 +251,13 @@ class Membership:
         self._quorum_key: tuple[Any, ...] = ()
         self._connected_key: tuple[Any, ...] = ()
         """Identify the last quorum, and the quorum that the process group belongs to."""
+
+    def ended(self, members: Collection[str]) -> set[str]:
+        """Those of these members that are known to have ended: it was reported, or they were on this machine, whose kernel refuses
+        connections to their address. A refusal of another machine proves nothing: a firewall or a proxy may have sent it."""
+        found = ended_among(members, self._reported())
+        local = [one for one in members if one not in found and one.rpartition("@")[2].rpartition(":")[0] == self._host]
+        return found | {one for one in local if refuses(one.rpartition("@")[2])}
 
     def join(self) -> None:
         """Send heartbeats from now on: other islands wait for this one."""
@@ -265,6 +281,14 @@ class Membership:
             connect_timeout=min(_CONNECT_LIMIT, timedelta(seconds=self._limit_s)),
             quorum_retries=_QUORUM_RETRIES,
         )
+
+    def move(self, lighthouse: str) -> None:
+        """Use this lighthouse from now on. A request that waits for the former one is given up, and repeated."""
+        self._log(
+            f"this island uses the lighthouse at {lighthouse} from now on: the former does not answer, or an earlier one does"
+        )
+        self._lighthouse = lighthouse
+        self._moved.set()
 
     def leave(self) -> None:
         """Stop the heartbeats: other islands do not wait for this one any more."""
@@ -298,15 +322,34 @@ class Membership:
         return Quorum(members, found.replica_rank, store, connected=self._connected_key == self._quorum_key)
 
     def _request_quorum(self, version: StateVersion, failures: int) -> Any:
-        return self._client._quorum(
-            group_rank=0,
-            step=version.number,
-            checkpoint_metadata="",
-            shrink_only=False,
-            timeout=timedelta(seconds=self._limit_s),
-            commit_failures=failures,
-            init_sync=False,
-        )
+        if self._moved.is_set():
+            self._moved.clear()
+            self.leave()
+        self.join()
+        client, answer = self._client, Future[Any]()
+
+        def request() -> None:
+            try:
+                found = client._quorum(
+                    group_rank=0,
+                    step=version.number,
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=timedelta(seconds=self._limit_s),
+                    commit_failures=failures,
+                    init_sync=False,
+                )
+            except BaseException as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(found)
+
+        # On a thread of its own: torchft's manager repeats a request to a lighthouse that is lost, and cannot be interrupted.
+        threading.Thread(target=request, name="quorum request", daemon=True).start()
+        while not wait_for_any([answer], _MOVE_POLL_S).done:
+            if self._moved.is_set():
+                raise ExchangeFailed(f"the island changed to the lighthouse at {self._lighthouse} while it waited for a quorum")
+        return answer.result()
 
     def connect(self, quorum: Quorum, limit_s: float) -> dist.ProcessGroupGloo:
         """The process group of this quorum. Raises ExchangeFailed if a member cannot be reached within the limit."""

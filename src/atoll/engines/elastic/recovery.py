@@ -11,7 +11,7 @@ from atoll.core.serialization import Packed, unpack
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.leader_event_log import CommitLog, LeaderLog
-from atoll.engines.elastic.membership import WAIT_LOG_S, Membership, MembershipLost, log_while_waiting
+from atoll.engines.elastic.membership import WAIT_LOG_S, Membership, MembershipLost, log_while_waiting, process_name
 from atoll.engines.elastic.rendezvous import UNREGISTERED_S, Registry
 from atoll.engines.elastic.snapshot_server import QUERY_S, SILENT_S, IslandStatus, fetch_snapshot, query_islands
 from atoll.engines.elastic.spec import check_same_origin
@@ -52,7 +52,10 @@ class Recovery:
         self._commit_log, self._origin, self._log, self._limit_s = commit_log, origin, log, limit_s
         self._answered_s = math.inf
         """When an island with the state, or the registry, last answered."""
+        self._starts_runs = leader_log is not None and not leader_log.is_copy
         self._logged_s = -math.inf
+        self.warm_start: tuple[int, float] | None = None
+        """The tokens and the loss of the run's warm start, as the last donor told them."""
         self.checkpoint: Checkpoint | None = None
         """The last one that was restored."""
 
@@ -62,7 +65,7 @@ class Recovery:
         with log_while_waiting(self._log, "looking for an island that has the run's state, or fetching it"):
             try:
                 # Checkpoints are only counted here: a damaged one is harmless while another island has the state.
-                if self._leader_log is not None and self._leader_log.checkpoints.rounds():
+                if self._starts_runs and self._leader_log is not None and self._leader_log.checkpoints.rounds():
                     last = self._leader_log.last_quorum()
                     found = self._find(engine, NO_VERSION, last.processes, stateless_since_s=stateless_since_s)
                 else:
@@ -136,9 +139,11 @@ class Recovery:
 
     def _is_last(self, engine: ElasticEngine, holders: Collection[str]) -> bool:
         """Whether no other process may go on from this run's state. If some may, it logs which, every so often."""
-        if self._leader_log is None and not engine.accounting.quorum.processes:
+        if not self._starts_runs and not engine.accounting.quorum.processes:
             return False  # the run has not begun, and begins where its folder is
-        awaited, now_s = engine.awaited(holders, self._membership.ended()), time.monotonic()
+        others, now_s = [*dict.fromkeys([*engine.successors(), *holders])], time.monotonic()
+        ended = self._membership.ended(others)
+        awaited = [process_name(one) for one in others if one not in ended]
         if awaited and now_s - self._logged_s > WAIT_LOG_S:
             self._logged_s = now_s
             self._log(
@@ -203,6 +208,9 @@ class Recovery:
         except ExchangeFailed as error:
             self._log(str(error))
             return ""
+        tokens, loss = snapshot.header.get("warm_start") or (0, None)
+        if loss is not None:
+            self.warm_start = int(tokens), float(loss)
         self._commit_log.from_parts(snapshot.header["commit_log"])
         if self._leader_log is not None:
             self._leader_log.release()  # another island may have written since
@@ -227,7 +235,7 @@ class Recovery:
 
     def _initial_weights(self, engine: ElasticEngine) -> str:
         """The state of a run that has not begun."""
-        if self._leader_log is None:
+        if self._leader_log is None or not self._starts_runs:
             self._answered_s = time.monotonic()
             while not (found := self._fetch_newest(engine, NO_VERSION)):
                 self._wait(bool(self._holders(engine)))

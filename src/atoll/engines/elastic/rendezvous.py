@@ -1,8 +1,9 @@
-"""The one address of an elastic run: torchft's lighthouse, which forms quorums, and the registry of islands beside it.
+"""The address of an elastic run: torchft's lighthouse, which forms quorums, and the registry of islands beside it.
 
 The registry is a TCPStore. Every island puts its status there twice a second and reads the others'. A joiner learns from it what
 the run is and which islands can send a snapshot. No commit depends on it: while the registry is away, training goes on. When the
-rendezvous process dies and comes back on the same ports, islands register again.
+rendezvous process dies and comes back on the same ports, islands register again. When it is lost for good, islands change to a
+standby rendezvous, which a joiner that keeps a copy of the run's folder may run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,9 @@ UNREGISTERED_S = 3.0
 FORGOTTEN_S = 60.0
 """An island without a heartbeat for so long is not read any more until it registers anew."""
 LIGHTHOUSE_TICK_S = 0.02
+PROBE_S, SWITCH_S = 1.0, 5.0
+"""How often islands probe the run's rendezvous where there are several, and how long a silent one is waited for."""
+_MOST_STANDBYS = 16
 _JOIN_INFO, _NAMES, _ENDED = "join_info", "names", "ended"
 _REQUEST_LIMIT_S = 5.0
 
@@ -73,7 +77,7 @@ class Rendezvous:
         host, _, wanted = address.rpartition(":")
         # After the lighthouse: a store that chooses its own port must not choose the lighthouse's.
         self._store, port = open_store(host, int(wanted))
-        self.address = f"{host}:{port}"
+        self.address, self.lighthouse = f"{host}:{port}", info.lighthouse
         self._store.set(_JOIN_INFO, info.to_text())
 
     def close(self) -> None:
@@ -146,10 +150,21 @@ def _key(name: str) -> str:
 
 
 class Registry:
-    """Registers one island's status with each heartbeat, in a thread of its own, and knows which other islands are alive."""
+    """Registers one island's status with each heartbeat, in a thread of its own, and knows which other islands are alive.
 
-    def __init__(self, address: str, status: IslandStatus) -> None:
+    Islands may run a standby rendezvous, and report it in their status. All islands use the first rendezvous that answers: those in
+    `first`, which are pairs of registry and lighthouse, and then the standbys by address. If two groups of islands use two of them,
+    since a network partition separates them, the rule of the last quorum lets at most one group commit.
+    """
+
+    def __init__(self, address: str, status: IslandStatus, first: Sequence[tuple[str, str]] = ()) -> None:
         self._client, self._status = RegistryClient(address), status
+        self._first, self._at = dict(first or [(address, "")]), address
+        self._standbys: dict[str, str] = {}
+        self._probes: dict[str, tuple[RegistryClient, float, float]] = {}
+        """By address: a client, since when each probe was answered, and when the last was."""
+        self.on_move: Callable[[str], object] = bool
+        """Called with the address of the lighthouse when this island changes to another rendezvous."""
         self._refreshing = threading.Lock()
         self._detector: FailureDetector[str] = FailureDetector(UNREGISTERED_S)
         self._statuses: dict[str, IslandStatus] = {}
@@ -160,6 +175,7 @@ class Registry:
         """Since when every request to the registry has succeeded; infinity if the last one failed."""
         self.refresh()
         self._heartbeat = Heartbeat(lambda number: self.refresh(), interval_s=HEARTBEAT_S)
+        self._prober = Heartbeat(lambda number: self._choose_rendezvous(), interval_s=PROBE_S)
 
     def refresh(self) -> None:
         """Send a heartbeat and read the others'. Threads take turns: a store has one connection and answers in order."""
@@ -175,10 +191,39 @@ class Registry:
             else:
                 self.reachable_since_s = min(self.reachable_since_s, time.monotonic())
 
+    def _choose_rendezvous(self) -> None:
+        """Change to the first rendezvous that answers: at once if the present one has been silent for `SWITCH_S`, and if an earlier
+        one answers again, after as long."""
+        places = {**self._first, **{one: self._standbys[one] for one in sorted(self._standbys) if one not in self._first}}
+        if len(places) == 1:
+            return
+        for address in places:
+            client, since_s, answered_s = self._probes.get(address, (RegistryClient(address), math.inf, time.monotonic()))
+            try:
+                answers = client.join_info() is not None
+            except ExchangeFailed:
+                answers = False
+            now_s = time.monotonic()
+            self._probes[address] = (client, min(since_s, now_s), now_s) if answers else (client, math.inf, answered_s)
+        now_s, order = time.monotonic(), [*places]
+        silent = now_s - self._probes[self._at][2] > SWITCH_S
+        for address in order:
+            since_s = self._probes[address][1]
+            if address != self._at and since_s <= now_s and (silent or now_s - since_s > SWITCH_S):
+                with self._refreshing:
+                    self._client, self._at = RegistryClient(address), address
+                self.on_move(places[address])
+                return
+            if address == self._at and not silent:
+                return
+
     def _note_heartbeats(self, registered: Mapping[str, int]) -> None:
         now_s = time.monotonic()
         for name, status in self._statuses.items():
             self._detector.observe(name, status.heartbeat, now_s)
+            address, _, lighthouse = status.standby.partition(" ")
+            if lighthouse and len(self._standbys) < _MOST_STANDBYS:
+                self._standbys[address] = lighthouse
             if now_s - self._detector.heard_s(name) > FORGOTTEN_S:
                 self._forgotten[name] = registered[name]
                 self._detector.forget(name)
@@ -206,4 +251,5 @@ class Registry:
         return max((self._detector.heard_s(one.name) + UNREGISTERED_S for one in others), default=-math.inf)
 
     def close(self) -> None:
+        self._prober.close()
         self._heartbeat.close(wait=True)

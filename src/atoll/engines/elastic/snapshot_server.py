@@ -55,7 +55,19 @@ class IslandStatus:
     suspects: frozenset[str] = frozenset()  # islands that it could not exchange with since its last commit
     heartbeat: int = 0  # counts its registrations
     process: str = ""  # its identity: a restarted island of the same name has another
+    has_copy: bool = False  # whether its folder is a copy of its own, which it alone writes
+    standby: str = ""  # the rendezvous that it runs for the case that the others are lost: the addresses of registry and lighthouse
     waiting: str = ""  # why it does not commit though its quorum is formed; shown on the console of its machine
+
+    @property
+    def identity(self) -> str:
+        """In a LastQuorum."""
+        return f"{self.process}@{self.address}"
+
+    @property
+    def folder(self) -> str:
+        """Which folder it writes when it leads there: none, the run's own, or its copy."""
+        return self.name if self.has_copy else "run" if self.has_folder else ""
 
     def to_json(self) -> dict[str, Any]:
         version = NO_VERSION if self.phase is IslandPhase.JOINING else self.version
@@ -176,6 +188,18 @@ def query_status(name: str, address: str, limit_s: float) -> IslandStatus | None
     except OSError:
         return None
     return status if status is not None and status.name == name else None
+
+
+def refuses(address: str) -> bool:
+    """Whether no process listens at this address, and the machine says so."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=QUERY_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
 
 
 def query_islands(addresses: Mapping[str, str], limit_s: float) -> dict[str, IslandStatus]:

@@ -92,15 +92,16 @@ class Elastic(ProcessSpec):
 
 
 def check_address(address: str) -> None:
-    """Refuse what is no address of a run.
+    """Refuse what is no address of a run, or not several of them with commas between.
 
     >>> check_address("localhost")
     Traceback (most recent call last):
     atoll.core.errors.ConfigError: --join localhost: it is HOST:PORT, ...
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"--join {address}: it is HOST:PORT, the address that the run printed when it started.")
+    for one in address.split(","):
+        host, _, port = one.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigError(f"--join {address}: it is HOST:PORT, the address that the run printed when it started.")
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,23 @@ class JoinInfo:
     run: Run  # fitted to the planned islands
     spec: Elastic
     lighthouse: str  # its address
+    first: tuple[str, str] | None = None  # of a standby rendezvous: the addresses of the run's own registry and lighthouse
+
+    def places(self, address: str) -> tuple[tuple[str, str], ...]:
+        """The addresses of registry and lighthouse, in the order in which islands use them, where this is what the rendezvous at
+        `address` has published."""
+        here = (address, self.lighthouse)
+        return (here,) if self.first is None or self.first == here else (self.first, here)
 
     def to_text(self) -> str:
-        return json.dumps({"run": to_json(self.run), "spec": asdict(self.spec), "lighthouse": self.lighthouse})
+        record = {"run": to_json(self.run), "spec": asdict(self.spec), "lighthouse": self.lighthouse, "first": self.first}
+        return json.dumps(record)
 
     @staticmethod
     def from_text(text: str) -> JoinInfo:
         record = json.loads(text)
-        return JoinInfo(from_json(record["run"]), Elastic(**record["spec"]), record["lighthouse"])
+        first = tuple(map(str, record["first"])) if record.get("first") else None
+        return JoinInfo(from_json(record["run"]), Elastic(**record["spec"]), record["lighthouse"], first)  # type: ignore[arg-type]
 
 
 def check_same_origin(own: Mapping[str, str | None], other: Mapping[str, str | None], name: str) -> None:
