@@ -434,6 +434,7 @@ def test_a_minority_that_waits_catches_up_when_the_partition_heals(divided):
     with ThreadPoolExecutor(2) as pool:
         waits = pool.submit(group.commit, {"c": names_of}, {"c": NEXT})
         group.wait_until_it_waits("c")
+        group.silent = {"b"}
         group.members["a"].join()
         ahead = pool.submit(group.commit, {"a": names_of}, {"a": StateVersion(9, 2000)})
         stale = waits.result(20.0)["c"]

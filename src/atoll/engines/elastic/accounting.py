@@ -100,7 +100,7 @@ class ElasticAccounting(RunAccounting):
     def from_parts(self, parts: Mapping[str, Any]) -> None:
         super().from_parts(parts["accounting"])
         self.known, self.present = list(parts["known"]), tuple(parts["present"])
-        processes, leader = parts["quorum"]
+        processes, leader = parts.get("quorum", ((), None))
         self.quorum = LastQuorum(tuple(processes), leader)
         self._events.clear()
 
