@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
@@ -23,10 +24,11 @@ from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import island_name
 from atoll.engines.processes.spec import Processes
 from atoll.engines.run_lifecycle import run
+from atoll.engines.warm_start_training import Cache
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
-from atoll.runs.cluster import Cluster
+from atoll.runs.cluster import Away, Cluster
 from atoll.runs.run_settings import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.attach_faults import RunFaults
@@ -191,3 +193,17 @@ def deaths_in(rounds: list[int]) -> FaultScript:
             UpdateFault(island=island_name((n + 1) % 2), round=r, kind=kinds[n // 2 % 2]) for n, r in enumerate(rounds)
         )
     )
+
+
+def loss_after_kills(islands: int, kills: int, seed: int, folder: Path, cache: Cache) -> float:
+    """The final loss of demo-diloco in the simulator, where after each third of the rounds another island is away for two rounds:
+    it is killed in the first, and its successor fetches the state and observes in the second. No other island reads its data instead,
+    as in an elastic run, so this is an upper bound."""
+    described = recipes.ALL["demo-diloco"]()
+    rounds = described.rounds(described.train.steps)
+    starts = [(number + 1) * rounds // 3 for number in range(kills)]
+    away = tuple(Away(island=islands - 1 - number, start=start, stop=start + 2) for number, start in enumerate(starts))
+    cluster = replace(described.cluster, islands=islands, step_time_s=(1.0,), away=away)
+    result = run(replace(described, cluster=cluster, seed=seed), out=folder, command=COMMAND, cache=cache)
+    assert result is not None
+    return result.val_loss

@@ -478,6 +478,6 @@ def test_an_evicted_island_stays_away_and_returns_with_a_new_place_and_the_newes
     (evicted,) = {text.split()[0] for text in gone}
     attended = live.events(Attended)
     assert {1, 2} <= {event.participating for event in attended}
-    assert attended[-1].participating == 2, "it has returned"
+    assert attended[-2].participating == 2, "it has returned; the last round may have one unit"
     assert exactly_once_violations(live.events(Leased), units=40) == []
     assert evicted in ("island-0000", "island-0001")

@@ -199,12 +199,11 @@ class IslandProcess:
     def _train(self) -> None:
         while not self._engine.leases.done:
             written = self._leader_log.written if self._leader_log is not None else NO_VERSION
+            evicted: Evicted | None = None
             try:
                 outcome = self._engine.round(len(self._registry.alive()), written)
             except Evicted as error:
                 evicted = Evicted(str(error), error.unreachable)  # without its traceback, which refers to connections
-            else:
-                evicted = None
             if evicted is not None:
                 self._sit_out(evicted)
                 continue

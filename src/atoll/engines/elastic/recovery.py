@@ -52,12 +52,16 @@ class Recovery:
         self._commit_log, self._origin, self._log, self._limit_s = commit_log, origin, log, limit_s
         self._answered_s = math.inf
         """When an island with the state, or the registry, last answered."""
-        self._starts_runs = leader_log is not None and not leader_log.is_copy
         self._logged_s = -math.inf
         self.warm_start: tuple[int, float] | None = None
         """The tokens and the loss of the run's warm start, as the last donor told them."""
         self.checkpoint: Checkpoint | None = None
         """The last one that was restored."""
+
+    @property
+    def _starts_runs(self) -> bool:
+        """Whether this island has the run's own folder. A joiner fetches the state from another island, though it has a copy."""
+        return self._leader_log is not None and not self._leader_log.is_copy
 
     def initialize(self, engine: ElasticEngine, stateless_since_s: float = math.inf) -> str:
         """Give a new process its state. Returns what that is, in words. Raises NoState if no state can be read, and MembershipLost
