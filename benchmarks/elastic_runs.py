@@ -28,7 +28,7 @@ from atoll.engines.warm_start_training import Cache
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
-from atoll.runs.cluster import Away, Cluster
+from atoll.runs.cluster import Cluster
 from atoll.runs.run_settings import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.attach_faults import RunFaults
@@ -196,14 +196,22 @@ def deaths_in(rounds: list[int]) -> FaultScript:
 
 
 def loss_after_kills(islands: int, kills: int, seed: int, folder: Path, cache: Cache) -> float:
-    """The final loss of demo-diloco in the simulator, where after each third of the rounds another island is away for two rounds:
-    it is killed in the first, and its successor fetches the state and observes in the second. No other island reads its data instead,
-    as in an elastic run, so this is an upper bound."""
+    """The final loss of demo-diloco on equal islands, where after each third of the rounds another island is killed in its
+    exchange."""
     described = recipes.ALL["demo-diloco"]()
-    rounds = described.rounds(described.train.steps)
-    starts = [(number + 1) * rounds // 3 for number in range(kills)]
-    away = tuple(Away(island=islands - 1 - number, start=start, stop=start + 2) for number, start in enumerate(starts))
-    cluster = replace(described.cluster, islands=islands, step_time_s=(1.0,), away=away)
-    result = run(replace(described, cluster=cluster, seed=seed), out=folder, command=COMMAND, cache=cache)
+    third = described.rounds(described.train.steps) // 3
+    deaths = tuple(
+        UpdateFault(island=island_name(islands - 1 - number), round=third * (number + 1), kind="kill_in_delta")
+        for number in range(kills)
+    )
+    cluster = replace(described.cluster, islands=islands, step_time_s=(1.0,))
+    result = run(
+        replace(described, cluster=cluster, seed=seed),
+        engine=Elastic(processes=islands),
+        out=folder,
+        command=COMMAND,
+        cache=cache,
+        faults=RunFaults(FaultScript(update_faults=deaths)) if deaths else None,
+    )
     assert result is not None
     return result.val_loss

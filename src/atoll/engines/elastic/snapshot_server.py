@@ -55,9 +55,9 @@ class IslandStatus:
     suspects: frozenset[str] = frozenset()  # islands that it could not exchange with since its last commit
     heartbeat: int = 0  # counts its registrations
     process: str = ""  # its identity: a restarted island of the same name has another
-    has_copy: bool = False  # whether its folder is a copy of its own, which it alone writes
-    standby: str = ""  # the rendezvous that it runs for the case that the others are lost: the addresses of registry and lighthouse
-    waiting: str = ""  # why it does not commit though its quorum is formed; shown on the console of its machine
+    has_copy: bool = field(init=False, default_factory=bool)  # whether its folder is a copy of its own, which it alone writes
+    standby: str = field(init=False, default_factory=str)  # the addresses of registry and lighthouse of a rendezvous that it runs
+    waiting: str = field(init=False, default_factory=str)  # why it does not commit; shown on the console of its machine
 
     @property
     def identity(self) -> str:
@@ -83,7 +83,9 @@ class IslandStatus:
             converted = {"phase": IslandPhase(sent["phase"]), "version": StateVersion.of(sent["version"])}
         except ValueError:
             return None
-        return IslandStatus(**{**sent, **converted, "suspects": frozenset(map(str, sent["suspects"]))})
+        status = IslandStatus(sent["name"], sent["has_folder"])
+        vars(status).update(sent, **converted, suspects=frozenset(map(str, sent["suspects"])))
+        return status
 
 
 _STATUS_TYPES = {name: type(value) for name, value in json.loads(json.dumps(IslandStatus("", False).to_json())).items()}
