@@ -212,9 +212,9 @@ class Recovery:
         except ExchangeFailed as error:
             self._log(str(error))
             return ""
-        tokens, loss = snapshot.header.get("warm_start") or (0, None)
-        if loss is not None:
-            self.warm_start = int(tokens), float(loss)
+        match snapshot.header.get("warm_start"):
+            case [int(tokens), float(loss)]:
+                self.warm_start = tokens, loss
         self._commit_log.from_parts(snapshot.header["commit_log"])
         if self._leader_log is not None:
             self._leader_log.release()  # another island may have written since

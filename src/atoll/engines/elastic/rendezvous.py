@@ -21,10 +21,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from atoll.core.errors import ExchangeFailed
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
 from atoll.engines.elastic.snapshot_server import IslandStatus
-from atoll.engines.elastic.spec import JoinInfo
+from atoll.engines.elastic.spec import JoinInfo, check_address
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import FailureDetector, Heartbeat
 
@@ -221,9 +221,11 @@ class Registry:
         now_s = time.monotonic()
         for name, status in self._statuses.items():
             self._detector.observe(name, status.heartbeat, now_s)
-            address, _, lighthouse = status.standby.partition(" ")
-            if lighthouse and len(self._standbys) < _MOST_STANDBYS:
-                self._standbys[address] = lighthouse
+            with suppress(ConfigError):  # of what is no pair of addresses
+                check_address(status.standby.replace(" ", ",", 1))
+                address, _, lighthouse = status.standby.partition(" ")
+                if lighthouse and len(self._standbys) < _MOST_STANDBYS:
+                    self._standbys[address] = lighthouse
             if now_s - self._detector.heard_s(name) > FORGOTTEN_S:
                 self._forgotten[name] = registered[name]
                 self._detector.forget(name)
