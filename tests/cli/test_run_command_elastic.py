@@ -224,6 +224,7 @@ def test_when_the_first_machine_is_lost_for_good_the_run_goes_on_over_a_joiners_
         "WarmStartFinished",
     ]
     assert any("runs a standby rendezvous at" in line for line in logs[0])
+    assert not any("no island with the run's folder answers" in line for line in logs[1]), "the keeper has finished the run"
 
 
 def test_a_run_that_was_stopped_continues_with_other_islands(atoll, tmp_path):

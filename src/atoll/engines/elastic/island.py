@@ -50,6 +50,8 @@ from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout
 
 _POLL_S = 0.2
+_LINGER_S = 1.0
+"""How long an island that has finished the run stays, so that islands without the folder learn of it."""
 _FIRST_PROBES_S, _LONGEST_PROBE_S = 20.0, 30.0
 """How long a new process waits for members that do not answer it, before it joins all the same; and the longest pause between two
 probes."""
@@ -175,6 +177,8 @@ class IslandProcess:
         if self._leader_log is not None:
             self.status.phase = IslandPhase.FINISHED
             self._registry.refresh()  # islands without the folder wait for it
+            if any(not one.has_folder for one in self._registry.alive().values()):
+                time.sleep(_LINGER_S)  # the registry may end with this process, or right after it
 
     def _join(self) -> None:
         # Setting up takes a while, in which the registry was read: the island need not wait for as long again.
@@ -322,8 +326,7 @@ class IslandProcess:
         if self._leader_log is None:
             # All islands that have the run's folder may die, return, and fetch the last state here. The registry ends with the run.
             what, answers = "an island that has the run's folder", lambda: self._registry.reachable_since_s < math.inf
-            self._stay(what, self._finished_elsewhere, answers, self._spec.quorum_timeout_s)
-            if not self._finished_elsewhere():
+            if not self._stay(what, self._finished_elsewhere, answers, self._spec.quorum_timeout_s):
                 self._rescue()
         else:
             self._wait_for_leader(self._leader_log)
@@ -359,7 +362,8 @@ class IslandProcess:
 
     def _finished_elsewhere(self) -> bool:
         self._registry.refresh()
-        return any(status.phase == IslandPhase.FINISHED for status in self._registry.alive().values())
+        answers = query_islands(self._engine.peer_addresses, QUERY_S)  # the registry may be lost
+        return any(one.phase == IslandPhase.FINISHED for one in [*self._registry.alive().values(), *answers.values()])
 
     def _wait_for_leader(self, leader_log: LeaderLog) -> None:
         """Wait until the leader has finished the run, or has died."""
@@ -374,14 +378,16 @@ class IslandProcess:
     def _has_folder_peer(self) -> bool:
         return any(status.folder == "run" for status in query_islands(self._engine.peer_addresses, QUERY_S).values())
 
-    def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> None:
-        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer."""
+    def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> bool:
+        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer. Returns
+        whether it has."""
         began_s = answered_s = time.monotonic()
         with log_while_waiting(self._log, f"waiting for {leader} to finish the run"):
-            while not finished() and time.monotonic() < min(began_s + limit_s, answered_s + SILENT_S):
+            while not (done := finished()) and time.monotonic() < min(began_s + limit_s, answered_s + SILENT_S):
                 if answers():
                     answered_s = time.monotonic()
                 time.sleep(_POLL_S)
+        return done
 
     def close(self, *, wait: bool) -> None:
         self._membership.leave()
