@@ -211,7 +211,8 @@ def test_when_the_first_machine_is_lost_for_good_the_run_goes_on_over_a_joiners_
     (finished,) = events(second, RunFinished)
     assert finished.local_updates == steps
     attended = {event.round: event.participating for event in events(second, Attended)}
-    assert {there for number, there in attended.items() if number > lost + 2} == {2}
+    alone = [there for number, there in attended.items() if number > lost + 2]
+    assert {*alone[:-1]} == {2}, "the last round may have one unit"
     units = Counter(tuple(unit[1:]) for event in [*events(first, Leased), *events(second, Leased)] for unit in event.delivered)
     assert len(units) == steps // 2, "every unit of data was delivered"
     # Both logs have the commits in which both took part, and the same of them.

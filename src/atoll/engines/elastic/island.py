@@ -379,8 +379,8 @@ class IslandProcess:
         return any(status.folder == "run" for status in query_islands(self._engine.peer_addresses, QUERY_S).values())
 
     def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> bool:
-        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer. Returns
-        whether it has."""
+        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer.
+        Returns whether it has."""
         began_s = answered_s = time.monotonic()
         with log_while_waiting(self._log, f"waiting for {leader} to finish the run"):
             while not (done := finished()) and time.monotonic() < min(began_s + limit_s, answered_s + SILENT_S):
