@@ -2,6 +2,7 @@
 
     python benchmarks/elastic_cost.py             about thirteen minutes on two idle cores
     python benchmarks/elastic_cost.py --quick     smoke test at small sizes
+    python benchmarks/elastic_cost.py --losses    only what kills cost in loss: 18 runs of demo-diloco, about half an hour
 
 Without failures: the same Run on two processes with `--engine elastic` and with `--engine processes`, in turn, with the round times
 of their event logs; and once with a larger model and few steps, for the cost of a commit. With failures: two islands, one of which
@@ -13,13 +14,15 @@ of both and compares the bits.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from elastic_runs import Size, deaths_in, killed, kills_at, round_times
+from atoll.engines.warm_start_training import Cache
+from elastic_runs import Size, deaths_in, killed, kills_at, loss_after_kills, round_times
 from progress import CellProgress
 from record import Record, benchmark_parser, markdown_table, open_record, script
 
@@ -53,12 +56,28 @@ QUICK: dict[str, Any] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(__doc__, "elastic_cost", page="docs/chaos.md", quick=True)
     parser.add_argument("--runs", type=Path, help="keep the run folders here; None: remove them")
+    parser.add_argument(
+        "--losses", action="store_true", help="print the final losses of demo-diloco after kills, for docs/elastic.md"
+    )
     options = parser.parse_args(arguments)
+    if options.losses:
+        print_losses()
+        return
     record = open_record(options, "elastic_cost")
     plan = QUICK if options.quick else PLAN
     cells = measure(record, plan, options.runs, quiet=options.quiet)
     sections = [calm_section(cells, plan), killed_section(cells)]
     record.publish("The cost of elasticity", sections, docs=(options.docs, "elastic_cost"))
+
+
+def print_losses() -> None:
+    """The final loss of runs of two and four islands with no, one and two kills, over three seeds."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        cache = Cache(folder / "cache")
+        for islands, kills, seed in itertools.product((2, 4), (0, 1, 2), range(3)):
+            loss = loss_after_kills(islands, kills, seed, folder / f"{islands}-{kills}-{seed}", cache)
+            print(f"{islands} islands, {kills} kills, seed {seed}: {loss:.4f}", flush=True)
 
 
 def measure(record: Record, plan: Mapping[str, Any], runs: Path | None, *, quiet: bool) -> dict[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import closing, contextmanager
@@ -196,6 +197,56 @@ def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_join
         assert {line for line in commits[0] if line.startswith(f"{generation} as ")} == {
             line for line in commits[1] if line.startswith(f"{generation} as ")
         }
+
+
+def lines_of(process, log):
+    """Collect the lines of a process's errors, which it would wait to write."""
+
+    def read():
+        for line in process.stderr:
+            log.append(line)
+
+    threading.Thread(target=read, daemon=True).start()
+    return log
+
+
+@pytest.mark.slow
+def test_when_the_first_machine_is_lost_for_good_the_run_goes_on_over_a_joiners_rendezvous_and_in_its_folder(tmp_path):
+    first, second, steps = tmp_path / "first", tmp_path / "second", 300
+    delay = ["--set", "engine.step_delay=0.1", "--set", f"train.steps={steps}", "--set", "keep.save_every=10"]
+    with running("run", "toy-sync", *SETS, *delay, "--elastic", "--processes", 1, "--out", first) as machine:
+        until(lambda: len(rounds(first)) >= 2, "a round", machine)
+        address = child_of(first, "rendezvous")[1][-2]
+        listens = ["--out", second, "--set", "engine.listen=127.0.0.1:0"]
+        with running("run", "--join", address, *listens) as keeper, running("run", "--join", address) as other:
+            logs = [lines_of(keeper, []), lines_of(other, [])]
+            until(lambda: events(first, Attended)[-1].participating == 3, "a commit of three", machine)
+            seen, island = len(rounds(first)), process_of(first, "island-0000")
+            until(lambda: len(rounds(first)) >= seen + 8, "a commit that all have seen, with the standby", machine)
+            for pid in (machine.pid, child_of(first, "rendezvous")[0], island):  # a machine that loses its power reports nothing
+                os.kill(pid, signal.SIGKILL)
+            lost = rounds(first)[-1]
+            assert keeper.wait(PATIENCE_S) == 0, logs
+            assert other.wait(PATIENCE_S) == 0, logs
+    assert not (first / "final.safetensors").exists()
+    (finished,) = events(second, RunFinished)
+    assert finished.local_updates == steps
+    attended = {event.round: event.participating for event in events(second, Attended)}
+    alone = [there for number, there in attended.items() if number > lost + 2]
+    assert {*alone[:-1]} == {2}, "the last round may have one unit"
+    units = Counter(tuple(unit[1:]) for event in [*events(first, Leased), *events(second, Leased)] for unit in event.delivered)
+    assert len(units) == steps // 2, "every unit of data was delivered"
+    # Both logs have the commits in which both took part, and the same of them.
+    commits = [{(event.round, event.epoch): event.digest for event in events(folder, Attended)} for folder in (first, second)]
+    shared = commits[0].keys() & commits[1].keys()
+    assert len(shared) > 3
+    assert all(commits[0][version] == commits[1][version] for version in shared)
+    assert [json.loads(line)["event"] for line in (second / "events.jsonl").read_text().splitlines()][:2] == [
+        "RunStarted",
+        "WarmStartFinished",
+    ]
+    assert any("runs a standby rendezvous at" in line for line in logs[0])
+    assert not any("no island with the run's folder answers" in line for line in logs[1]), "the keeper has finished the run"
 
 
 def test_a_run_that_was_stopped_continues_with_other_islands(atoll, tmp_path):

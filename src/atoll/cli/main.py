@@ -135,7 +135,7 @@ def run(
         typer.Option(
             metavar="FILE-or-HOST:PORT",
             help="Join an elastic run as one more island: by a join file of `atoll invite`, or by its address on this machine or "
-            "in a trusted network.",
+            "in a trusted network (several with commas between them). With --out keep a copy of the run's folder there.",
         ),
     ] = None,
 ) -> None:
@@ -145,7 +145,8 @@ def run(
     if join is not None:
         from atoll.engines.elastic.launch import join_run
 
-        join_run(join, options.settings, [name for name in _given(context) if name not in ("--join", "--set")])
+        others = [name for name in _given(context) if name not in ("--join", "--set", "--out")]
+        join_run(join, options.settings, others, options.out)
         return
     if elastic and options.engine not in (None, "elastic"):
         raise ConfigError(f"--elastic with --engine {options.engine}: it is short for --engine elastic. Leave out one of them.")
@@ -197,12 +198,13 @@ def island(
     name: Annotated[str, typer.Option(help="Unique name of the island.")],
     folder: Annotated[Path | None, typer.Option(help="Folder of the run, if this machine has it.")] = None,
     faults: Annotated[Path | None, typer.Option(help="Fault script with update faults to inject into this island.")] = None,
+    process: Annotated[str | None, typer.Option(help="Identity of this process, by which its supervisor reports its end.")] = None,
 ) -> None:
     """Run one island of the elastic run at this address."""
     from atoll.engines.elastic.launch import run_island
     from atoll.testing.chaos.update_faults import interpose_update_faults
 
-    run_island(address, name, folder, interpose=None if faults is None else interpose_update_faults(faults))
+    run_island(address, name, folder, interpose=None if faults is None else interpose_update_faults(faults), process=process)
 
 
 @app.command(hidden=True)

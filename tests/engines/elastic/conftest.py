@@ -119,6 +119,9 @@ class ThreadedRun:
             found = self.something_logged.wait_for(lambda: any(text.startswith(what) for text in self.logged), 30.0)
             assert found, (what, self.logged)
 
+    def reached(self, number):
+        return any(text.startswith(f"committed round {number} ") for text in self.logged)
+
     def log(self, text):
         with self.something_logged:
             self.logged.append(text)

@@ -115,7 +115,7 @@ def protocol_of(rank, finder):
 def round_of(rank, link, group):
     """One island's round: its commit, or how it failed; and its suspects."""
     protocol, status = protocol_of(rank, Finder(link, group))
-    report = IslandReport(True, status.address)
+    report = IslandReport("run", status.address)
     try:
         proposal = Proposal(NOW, 1, report, Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1))
         return protocol.commit(proposal), status.suspects
@@ -160,7 +160,7 @@ def two_rounds(rank, link, group):
     protocol, status = protocol_of(rank, finder)
     reported, sent = [], []
     for _ in range(2):
-        commit = protocol.commit(Proposal(NOW, 1, IslandReport(True, status.address), Tree.of({"w": DELTA}), 64.0))
+        commit = protocol.commit(Proposal(NOW, 1, IslandReport("run", status.address), Tree.of({"w": DELTA}), 64.0))
         reported.append(commit.result.reports[rank].record.exchanges[0].control_bytes)
         sent.append(group.control_bytes_sent)
         finder.found = False

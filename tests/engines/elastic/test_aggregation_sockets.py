@@ -49,7 +49,7 @@ def committed(groups, deltas, weights):
         rank = group.rank()
         collectives = GroupCollectives(group, timeout_s=30.0, chunk_bytes=40_000)
         proposal = Proposal(
-            StateVersion(1, 1), 1, IslandReport(True, ""), Tree.of({"w": deltas[rank].clone()}), weights[rank], compare=True
+            StateVersion(1, 1), 1, IslandReport("run", ""), Tree.of({"w": deltas[rank].clone()}), weights[rank], compare=True
         )
         states = [[1.0]] * len(groups)
         return ValidatedMean(UpdateValidator(5.0), WallClock())(collectives, states, proposal)

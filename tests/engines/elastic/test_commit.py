@@ -43,6 +43,8 @@ def proposes(act, version=NOW, digest=1):
 
 
 def exchange_with(collectives, states, proposal):
+    if proposal.tree is votes_and_misses_the_others:
+        proposal.before_vote()
     return proposal.tree(collectives, collectives.names)
 
 
@@ -52,16 +54,19 @@ class Islands:
     def __init__(self, lighthouse, names, sockets=False, cut=()):
         """With `cut`, the two islands of this pair cannot dial each other."""
         self.logged, self._lighthouse, self._sockets, self._cut = [], lighthouse, sockets, cut
+        self.ended, self.silent = set(), set()
         self.members, self.protocols, self.servers, self.statuses, self.before_status = {}, {}, {}, {}, {}
         for name in names:
             self.add(name).join()
 
     def add(self, name, has_folder=True):
         """An island that can be queried, and has not joined yet."""
-        status = self.statuses[name] = IslandStatus(name, has_folder)
+        status = self.statuses[name] = IslandStatus(name, has_folder, process=f"{name}#1.0")
 
         def answer():
             self.before_status.get(name, bool)()
+            if name in self.silent:
+                raise OSError("it answers nothing, as beyond a cut link")
             return replace(status, phase=IslandPhase.JOINED, version=NOW).to_json()
 
         def dial(address, limit_s):
@@ -73,7 +78,9 @@ class Islands:
         network.dial = dial
         server = self.servers[name] = SnapshotServer(HOST, answer, network=network)
         status.address = server.address
-        member = self.members[name] = Membership(status, network, 20.0, self.logged.append, server, sockets=self._sockets)
+        member = self.members[name] = Membership(
+            status, network, 20.0, self.logged.append, server, lambda: self.ended, sockets=self._sockets
+        )
         self.protocols[name] = CommitProtocol(
             member, exchange_with, status, ExchangeTimeout(10.0), self.logged.append, patience_s=20.0
         )
@@ -98,6 +105,14 @@ class Islands:
         for member, server in zip(self.members.values(), self.servers.values(), strict=True):
             member.leave()
             server.close()
+
+    def wait_until_it_waits(self, name):
+        """Return what an island that does not commit waits for."""
+        deadline_s = time.monotonic() + 20.0
+        while not self.statuses[name].waiting:
+            assert time.monotonic() < deadline_s, self.logged
+            threading.Event().wait(0.01)
+        return self.statuses[name].waiting
 
 
 class Died(Exception):
@@ -413,3 +428,112 @@ def test_members_that_cannot_reach_each_other_commit_through_a_third(islands, mo
     assert {one.attempts for one in commits.values()} == {1}
     again = group.commit(dict.fromkeys("abc", transports_of))
     assert {one.attempts for one in again.values()} == {1}
+
+
+# -------------------------------------------------------------------------------------------------------------- partitions
+
+NEXT = StateVersion(4, 1000)
+
+
+@pytest.fixture
+def divided(islands):
+    """Makes islands that have committed together, of which only some are left, unknown to whom the others are gone."""
+
+    def make(together, left):
+        group = islands(*together)
+        assert {one.names for one in group.commit(dict.fromkeys(together, names_of)).values()} == {tuple(together)}
+        for name in {*together} - {*left}:
+            group.members[name].leave()
+            group.silent |= {name}
+        return group
+
+    return make
+
+
+@pytest.mark.parametrize(("together", "left"), [("ab", "a"), ("abc", "bc"), ("abcd", "ab"), ("abcd", "bcd")])
+def test_the_majority_of_the_last_quorum_goes_on_and_of_two_halves_the_one_with_the_leader(divided, together, left):
+    commits = divided(together, left).commit(dict.fromkeys(left, names_of), dict.fromkeys(left, NEXT))
+    assert {one.names for one in commits.values()} == {tuple(left)}
+
+
+@pytest.mark.parametrize(("together", "left", "ended"), [("ab", "b", "a"), ("abc", "c", "b"), ("abcd", "cd", "a")])
+def test_a_minority_waits_until_enough_of_the_others_are_reported_to_have_ended(divided, together, left, ended):
+    group = divided(together, left)
+    with ThreadPoolExecutor(1) as pool:
+        commits = pool.submit(group.commit, dict.fromkeys(left, names_of), dict.fromkeys(left, NEXT))
+        for name in left:
+            assert "took part in the last commit and cannot be reached" in group.wait_until_it_waits(name)
+        assert not commits.done()
+        group.ended |= {f"{ended}#1"}
+        if len(together) - 1 < 2 * len(left):
+            assert {one.names for one in commits.result(20.0).values()} == {tuple(left)}
+            assert {group.statuses[name].waiting for name in left} == {""}
+            return
+        group.wait_until_it_waits(left[0])
+        assert not commits.done(), "one of two is not the leader"
+        group.ended |= {f"{name}#1" for name in {*together} - {*left}}
+        assert {one.names for one in commits.result(20.0).values()} == {tuple(left)}
+
+
+def test_a_member_on_this_machine_whose_address_refuses_connections_has_ended(divided):
+    group = divided("abc", "c")
+    with ThreadPoolExecutor(1) as pool:
+        commits = pool.submit(group.commit, {"c": names_of}, {"c": NEXT})
+        group.wait_until_it_waits("c")
+        for name in "ab":
+            group.servers[name].close()
+        assert commits.result(20.0)["c"].names == ("c",)
+
+
+def test_a_new_process_of_a_member_does_not_count_as_the_member(divided):
+    group = divided("ab", "b")
+    group.members["b"].leave()
+    group.statuses["b"].process = "b#2.0"
+    group.members["b"].join()
+    group.protocols["b"].last_quorum = group.protocols["b"].last_quorum._replace(
+        leader=group.protocols["b"].last_quorum.processes[1]
+    )
+    group.ended = {"b#1"}
+    with ThreadPoolExecutor(1) as pool:
+        commits = pool.submit(group.commit, {"b": names_of}, {"b": NEXT})
+        assert "a took part in the last commit" in group.wait_until_it_waits("b")
+        group.ended |= {"a#1"}
+        assert commits.result(20.0)["b"].names == ("b",)
+
+
+def test_a_minority_that_waits_catches_up_when_the_partition_heals(divided):
+    group = divided("abc", "c")
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(group.commit, {"c": names_of}, {"c": NEXT})
+        group.wait_until_it_waits("c")
+        group.silent = {"b"}
+        group.members["a"].join()
+        ahead = pool.submit(group.commit, {"a": names_of}, {"a": StateVersion(9, 2000)})
+        stale = waits.result(20.0)["c"]
+        assert isinstance(stale, StaleState)
+        assert (stale.version, stale.holders) == (StateVersion(9, 2000), (f"a#1.0@{group.statuses['a'].address}",))
+        group.ended = {"b#1", "c#1"}
+        assert ahead.result(20.0)["a"].names == ("a",)
+
+
+def votes_and_misses_the_others(collectives, names):
+    collectives.all_gather_numbers(1.0)
+    if names == ("a", "b"):
+        raise Disagreement("it received not all votes", [])
+    return names
+
+
+def test_an_island_that_voted_goes_on_only_if_the_other_voters_could_not_have(divided):
+    group = divided("abc", "ab")
+    versions = dict.fromkeys("abc", NEXT)
+    with ThreadPoolExecutor(3) as pool:
+        committed = pool.submit(group.protocols["a"].commit, proposes(names_of, NEXT))
+        doubts = pool.submit(group.commit, {"b": votes_and_misses_the_others}, versions)
+        assert committed.result(20.0).names == ("a", "b")  # it received all votes, and may go on alone: it leads
+        group.members["a"].leave()
+        group.silent = {"a"}
+        group.members["c"].join()
+        waits = pool.submit(group.commit, {"c": names_of}, versions)
+        assert "a took part in the last commit" in group.wait_until_it_waits("b"), "two of three would be a majority"
+        group.ended = {"a#1"}
+        assert {one.result(20.0)[name].names for one, name in ((doubts, "b"), (waits, "c"))} == {("b", "c")}

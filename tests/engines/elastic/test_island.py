@@ -27,8 +27,9 @@ from atoll.core.events import (
 from atoll.core.serialization import load_tree
 from atoll.data.text import Text
 from atoll.engines.elastic import island as island_module, recovery
-from atoll.engines.elastic.aggregation import DeltaSummary
-from atoll.engines.elastic.island import claim_gpus
+from atoll.engines.elastic.aggregation import DeltaSummary, Disagreement
+from atoll.engines.elastic.commit import CommitProtocol
+from atoll.engines.elastic.island import IslandProcess, claim_gpus
 from atoll.engines.elastic.launch import start
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import RegistryClient
@@ -202,7 +203,7 @@ def test_algorithms_that_cannot_be_elastic_are_refused(recipe, settings, says, t
     [
         ({"processes": 0}, "at least 1"),
         ({"step_delay": -1.0}, "0 or more"),
-        ({"quorum_timeout_s": 0.0}, "more than 0"),
+        ({"quorum_timeout_s": 0.0}, "at least 0.001"),
         ({"max_delta_ratio": 1.0}, "more than 1"),
         ({"heartbeat_timeout_s": 0.2}, "at least 0.5"),
     ],
@@ -428,3 +429,55 @@ def test_islands_of_several_gpus_claim_adjacent_ones(claimed):
 def test_more_gpus_than_the_machine_has_are_refused(claimed):
     with pytest.raises(ConfigError, match=r"engine.devices=4: this machine has 3 GPUs"):
         claimed(0, 4)
+
+
+def test_an_island_without_the_folder_that_ends_with_the_newest_state_saves_it_where_it_can_be_resumed(tmp_path, threaded, toy):
+    rescue = tmp_path / "rescue"
+    spec = Elastic(processes=1, quorum_timeout_s=1.0, rescue_dir=str(rescue))
+    live = threaded(toy(1, "train.steps=24"), spec)
+    live.waits["island-0000", 3] = "elsewhere begins with"
+    first = live.start("island-0000", dies_after=6)
+    live.wait_until("committed round 1 ")
+    live.finish([*first, *live.start("elsewhere", has_folder=False)])
+    last = max(int(text.split()[2]) for text in live.logged if text.startswith("committed round"))
+    assert any(text.startswith(f"no island with the run's folder answers, so elsewhere saved round {last}") for text in live.logged)
+    assert [event.round for event in read_events(rescue / "events.jsonl", [Attended])][-1] == last
+    again = IslandProcess(live.join_info, live.network(), "island-0000", rescue, live.log)
+    assert again._recovery.initialize(again._engine) == f"round {last}, from its checkpoint"
+    assert again._engine.leases.done
+    again.close(wait=False)
+
+
+def test_a_joiner_saves_nothing_while_an_island_with_the_folder_has_the_state(tmp_path, threaded, toy, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    live = threaded(toy(1, "train.steps=16"), Elastic(processes=1))
+    live.waits["island-0000", 3] = "elsewhere begins with"
+    first = live.start("island-0000")
+    live.wait_until("committed round 1 ")
+    live.finish([*first, *live.start("elsewhere", has_folder=False)])
+    assert not list(tmp_path.glob("atoll-rescue*"))
+
+
+def test_an_evicted_island_stays_away_and_returns_with_a_new_place_and_the_newest_state(threaded, toy, monkeypatch):
+    monkeypatch.setattr(island_module, "_EVICTED_S", 0.5)
+    live = threaded(toy(2, "train.steps=40"), Elastic(processes=2, step_delay=1e-4))
+    evicting = []
+
+    def act(protocol, collectives, *others):
+        """The link between the two fails four times from round 3 on."""
+        if protocol.last_quorum.leader and len(collectives.names) == 2 and live.reached(3) and len(evicting) < 8:
+            evicting.append(protocol)
+            raise Disagreement("a bit has flipped", [name for name in collectives.names if name != protocol._status.name])
+        return exchange(protocol, collectives, *others)
+
+    exchange = CommitProtocol._exchange
+    monkeypatch.setattr(CommitProtocol, "_exchange", act)
+    live.finish(live.start("island-0000", "island-0001"))
+    gone = [text for text in live.logged if "returns in 0 s at the earliest" in text]
+    assert len(gone) == 1, live.logged
+    (evicted,) = {text.split()[0] for text in gone}
+    attended = live.events(Attended)
+    assert {1, 2} <= {event.participating for event in attended}
+    assert attended[-2].participating == 2, "it has returned; the last round may have one unit"
+    assert exactly_once_violations(live.events(Leased), units=40) == []
+    assert evicted in ("island-0000", "island-0001")

@@ -28,6 +28,7 @@ from atoll.engines.elastic.leader_event_log import (
     LeaseLost,
     committed_prefix,
 )
+from atoll.engines.elastic.membership import LastQuorum
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
@@ -49,6 +50,7 @@ SETTINGS = (
     "keep.checkpoints=2",
 )
 ORIGIN = {"run": "r", "data": "d"}
+QUORUM = SimpleNamespace(quorum=LastQuorum(("a#1",), "a#1"))
 
 
 class Engine:
@@ -116,7 +118,7 @@ class Island:
     def commit(self, number, epoch, *, leader="a"):
         self.engine.reach(number, epoch)
         self.commit_log.append(CommitRecord(self.engine.version, False, [finished(number), attended(number, epoch)]), NO_VERSION)
-        self.leader_log.append(self.engine, SimpleNamespace(opening=False, leader=leader))
+        self.leader_log.append(self.engine, SimpleNamespace(opening=False, leader=lambda folder: leader, commit=QUORUM))
 
     def events(self, kind):
         return [event for event in read_events(self.folder.events) if isinstance(event, kind)]
@@ -212,7 +214,8 @@ def test_a_damaged_checkpoint_is_harmless_while_another_island_has_the_state(tmp
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(5, {})
     (tmp_path / "00000005" / "meta.json").unlink()
-    assert Fetching(SimpleNamespace(checkpoints=checkpoints)).initialize(SimpleNamespace()) == "round 6, fetched from b"
+    leader_log = SimpleNamespace(checkpoints=checkpoints, last_quorum=LastQuorum, is_copy=False)
+    assert Fetching(leader_log).initialize(SimpleNamespace()) == "round 6, fetched from b"
 
 
 @pytest.mark.parametrize("dies", ["evaluate", "save"])

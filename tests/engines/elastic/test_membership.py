@@ -1,7 +1,10 @@
 """Quorums leave out what is no island of the run, and the lighthouse kills no island. The quorum monitor: a member that answers is
-alive, however late; a silent one aborts the exchange, so that no member waits."""
+alive, however late; a silent one aborts the exchange, so that no member waits. And the rule of who may go on in a partition: at
+most one side, whatever the sides know."""
 
 import http.client
+import itertools
+import random
 import socket
 import threading
 import urllib.parse
@@ -11,9 +14,10 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from atoll.engines.elastic import membership
-from atoll.engines.elastic.membership import Member, Membership, MembershipLost, QuorumMonitor
+from atoll.engines.elastic.membership import LastQuorum, Member, Membership, MembershipLost, QuorumMonitor
 from atoll.engines.elastic.rendezvous import Rendezvous, free_port
 from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandStatus, SnapshotServer
 from atoll.engines.elastic.spec import Elastic, JoinInfo
@@ -152,7 +156,7 @@ def replica(lighthouse, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["x", "A:1", "", "a" * 500, "c:127.0.0.1:1:folder:1.0:5:run-2", "c:127.0.0.1:1:folder:inf:5:run-1"]
+    "name", ["x", "A:1", "", "a" * 500, "c:127.0.0.1:1:folder:1.0:5:run-2:c#1", "c:127.0.0.1:1:folder:inf:5:run-1:c#1"]
 )
 def test_an_id_that_is_no_island_of_the_run_is_ignored_with_one_line(quorum, name):
     server, asking = replica(quorum.lighthouse, name)
@@ -177,12 +181,118 @@ def test_the_lighthouses_kill_route_kills_no_island(quorum):
     host, _, port = quorum.lighthouse.rpartition(":")
     killed = []
     for member in quorum.members:
-        connection = http.client.HTTPConnection(host, int(port), timeout=20)
-        connection.request("POST", f"/replica/{urllib.parse.quote(member._own_id, safe='')}/kill")
-        killed.append(connection.getresponse().status)
+        with closing(http.client.HTTPConnection(host, int(port), timeout=20)) as connection:
+            connection.request("POST", f"/replica/{urllib.parse.quote(member._own_id, safe='')}/kill")
+            with connection.getresponse() as response:
+                killed.append(response.status)
     assert killed == [500, 500], "it found the replica, and could not reach it"
     assert form(quorum.members)[0].names == ("a", "b")
 
 
 def test_a_manager_listens_on_loopback_only(quorum):
     assert all(member._server.address().startswith("http://manager.invalid:") for member in quorum.members)
+
+
+# ------------------------------------------------------------------------------------------------------------ partitions
+
+SIDES = st.lists(st.sampled_from(["one", "two", "three", "ended", "ended and known to one", "ended and known to all"]), max_size=9)
+
+
+@given(SIDES, st.data())
+def test_of_the_sides_of_a_partition_at_most_one_may_commit_whatever_ends_each_side_knows_of(where, data):
+    """Each member is on a side, or has ended. The sides may know of different ends."""
+    last = LastQuorum(tuple(map(str, range(len(where)))), data.draw(st.sampled_from([None, *map(str, range(len(where)))])))
+    ended = [name for name, place in zip(last.processes, where, strict=True) if place.startswith("ended")]
+    alive = [name for name in last.processes if name not in ended]
+    may = []
+    for side in ("one", "two", "three"):
+        members = [name for name, place in zip(last.processes, where, strict=True) if place == side]
+        known = data.draw(st.lists(st.sampled_from(ended))) if ended else []
+        joiners = [f"joiner of {side}"] * data.draw(st.integers(0, 2))  # they never count
+        may.append(last.allows([*members, *joiners], known) if alive else False)
+    assert sum(may) <= 1
+
+
+@given(st.integers(1, 9), st.data())
+def test_the_survivors_of_members_that_were_all_reported_go_on(size, data):
+    names = tuple(map(str, range(size)))
+    survivors = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    last = LastQuorum(names, data.draw(st.sampled_from(names)))
+    assert last.allows(survivors, ended={*names} - {*survivors})
+
+
+@given(st.integers(1, 9), st.data())
+def test_without_reported_ends_one_of_two_sides_always_goes_on(size, data):
+    names = tuple(map(str, range(size)))
+    one = data.draw(st.lists(st.sampled_from(names), unique=True))
+    last = LastQuorum(names, data.draw(st.sampled_from([None, *names])))
+    assert last.allows(one) != last.allows({*names} - {*one})
+
+
+class Model:
+    """Islands that commit in groups that a random partition forms, by the rule of the commit protocol. In each vote some
+    participants receive all votes and commit, and the others are in doubt."""
+
+    def __init__(self, size, rng):
+        self.rng, self.epoch = rng, 0
+        self.held = [(0, 0, LastQuorum(tuple(range(size))))] * size  # round, epoch, quorum
+        self.doubts = [[] for _ in range(size)]
+
+    def may_commit(self, group, newest, *, with_doubts):
+        doubts = [last for one in group for at, last in self.doubts[one] if at > newest[:2]] if with_doubts else []
+        return all(last.allows(group) for last in [newest[2], *doubts])
+
+    def newest(self, group):
+        return max((self.held[one] for one in group), key=lambda held: held[:2])
+
+    def step(self, with_doubts):
+        group = [one for one in range(len(self.held)) if self.rng.random() < 0.6]
+        if not group:
+            return
+        newest = self.newest(group)
+        for one in group:
+            if self.held[one] != newest and self.rng.random() < 0.5:
+                self.hold(one, newest)
+        present = [one for one in group if self.held[one] == newest]
+        if not self.may_commit(present, newest, with_doubts=with_doubts):
+            return
+        self.epoch += 1
+        members = LastQuorum(tuple(present), self.rng.choice([None, *present]))
+        after = (newest[0] + 1, self.epoch, members)
+        received = [one for one in present if self.rng.random() < 0.7]
+        for one in present:
+            self.doubts[one].append((after[:2], members))
+            if one in received:
+                self.hold(one, after)
+
+    def hold(self, one, state):
+        self.held[one] = state
+        self.doubts[one] = [doubt for doubt in self.doubts[one] if doubt[0] > state[:2]]
+
+    def is_split(self, with_doubts):
+        """Whether the islands can be divided into two sides that could both commit."""
+        for places in itertools.product((0, 1), repeat=len(self.held)):
+            sides = [[one for one, place in enumerate(places) if place == side] for side in (0, 1)]
+            if all(side and self.may_commit(side, self.newest(side), with_doubts=with_doubts) for side in sides):
+                return True
+        return False
+
+
+def split(seed, with_doubts):
+    rng = random.Random(seed)
+    model = Model(rng.randint(2, 6), rng)
+    for _ in range(40):
+        model.step(with_doubts)
+        if model.is_split(with_doubts):
+            return True
+    return False
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 1 << 32))
+def test_no_sequence_of_partitions_and_half_received_votes_lets_two_sides_commit(seed):
+    assert not split(seed, with_doubts=True)
+
+
+def test_without_the_doubts_of_half_received_votes_two_sides_could_commit():
+    assert any(split(seed, with_doubts=False) for seed in range(20))

@@ -11,7 +11,7 @@ import pytest
 from atoll.core.errors import CheckpointError
 from atoll.core.serialization import pack
 from atoll.engines.elastic import recovery as recovery_module
-from atoll.engines.elastic.membership import MembershipLost, log_while_waiting
+from atoll.engines.elastic.membership import LastQuorum, MembershipLost, log_while_waiting
 from atoll.engines.elastic.recovery import NoState, Recovery
 from atoll.engines.elastic.rendezvous import UNREGISTERED_S
 from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandPhase, IslandStatus, Snapshot, SnapshotServer
@@ -21,7 +21,7 @@ NOW, AHEAD = StateVersion(5, 9), StateVersion(6, 10)
 
 
 def reported(name, version, address="", **fields):
-    return IslandStatus(name, True, address, IslandPhase.JOINED, version, **fields).to_json()
+    return {**IslandStatus(name, True, address, IslandPhase.JOINED, version).to_json(), **fields}
 
 
 class Engine:
@@ -29,6 +29,10 @@ class Engine:
 
     def __init__(self, peer_addresses=()):
         self.version, self.peer_addresses, self.done = NOW, dict(peer_addresses), []
+        self.accounting = SimpleNamespace(quorum=LastQuorum(("a#1",)))
+
+    def successors(self):
+        return ["b#1"]
 
     def resume_alone(self):
         self.done.append("resumes alone")
@@ -62,6 +66,8 @@ LIMIT_S, ORIGIN = 10.0, dict.fromkeys(("run", "data", "atoll", "torch"))
 class LeaderLog:
     """Has one checkpoint, or none."""
 
+    last_quorum, is_copy = LastQuorum, False
+
     def __init__(self, version=None):
         saved = SimpleNamespace(round=version and version[0], metadata={"engine": {"version": version}})
         self.checkpoints = SimpleNamespace(
@@ -76,12 +82,12 @@ class LeaderLog:
 def recovery(monkeypatch):
     """Makes an island's recovery, whose time passes with each read of the registry."""
 
-    def make(registry, leader_log, log=bool, left=None):
+    def make(registry, leader_log, log=bool, left=None, ended=lambda others: {"b#1"}):
         monkeypatch.setattr(
             recovery_module, "time", SimpleNamespace(monotonic=lambda: float(registry.reads), sleep=lambda seconds: None)
         )
         leave = lambda: left is not None and left.append(registry.reads)  # noqa: E731
-        membership = SimpleNamespace(leave=leave, network=DirectNetwork(""))
+        membership = SimpleNamespace(leave=leave, network=DirectNetwork(""), ended=ended)
         commits = SimpleNamespace(from_parts=bool)
         return Recovery("a", registry, membership, leader_log, commits, ORIGIN, log, LIMIT_S)
 
@@ -119,6 +125,34 @@ def test_an_island_waits_for_registered_islands_that_do_not_answer(recovery):
     recovery(registry, LeaderLog()).catch_up(engine, AHEAD)
     assert engine.done == ["resumes alone"]
     assert registry.reads == 7 + UNREGISTERED_S
+
+
+@pytest.mark.parametrize("go_on", ["initialize", "catch_up", "confirm"])
+def test_an_island_does_not_go_on_alone_before_the_members_of_the_last_quorum_are_reported_to_have_ended(recovery, go_on):
+    engine, registry, logged = Engine(), Registry(), []
+
+    def ended(others):
+        return {"b#1"} if registry.reads > 20 else {"c#1"}
+
+    go(recovery(registry, LeaderLog([6, 0]), logged.append, ended=ended), go_on, engine)
+    assert engine.done == ["restores round 6"]
+    assert registry.reads == 21
+    assert [text for text in logged if "a waits: b took part in the last commit and cannot be reached" in text]
+
+
+def test_an_island_that_was_told_of_a_newer_state_waits_for_its_holders(recovery):
+    engine, registry = Engine(), Registry()
+    ended = [{"b#1"}] * 10 + [{"b#1", "c#1"}] * 90
+    recovery(registry, LeaderLog(), ended=lambda others: ended[registry.reads]).catch_up(engine, AHEAD, ["c#1"])
+    assert (engine.done, registry.reads) == (["resumes alone"], 10)
+
+
+def test_a_joiner_does_not_begin_the_run_by_itself(recovery):
+    engine, registry = Engine(), Registry()
+    engine.accounting.quorum = LastQuorum()
+    with pytest.raises(AssertionError, match="it waits for ever"):
+        recovery(registry, None).confirm(engine)
+    assert engine.done == []
 
 
 def go(where_from, how, engine):

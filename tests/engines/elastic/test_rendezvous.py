@@ -217,3 +217,74 @@ def test_two_threads_never_refresh_at_once(store, monkeypatch):
             pool.submit(registry.refresh)
     assert together == [1, 1, 1]
     registry.close()
+
+
+def test_ends_are_reported_once_and_survive_a_restart_of_the_registry_in_those_that_read_them(store):
+    client = RegistryClient(store.address)
+    for _ in range(2):
+        client.report_ended(["a#1", "b#1"])
+    assert client.ended() == ["a#1", "b#1"]
+    registry = Registry(store.address, IslandStatus("c", True, process="c#1.0"))
+    registry.report_own_end("c#1.0")
+    assert registry.ended() == {"a#1", "b#1", "c#1.0"}
+    store.store.delete_key("ended")
+    assert registry.ended() == {"a#1", "b#1", "c#1.0"}
+    registry.close()
+
+
+OF_THIS_RUN = json.dumps({"run_id": "run-1"})
+
+
+@pytest.fixture
+def _fast_probes(monkeypatch):
+    monkeypatch.setattr(rendezvous, "PROBE_S", 0.05)
+    monkeypatch.setattr(rendezvous, "SWITCH_S", 0.3)
+
+
+@pytest.mark.usefixtures("_fast_probes")
+def test_an_island_uses_the_first_rendezvous_that_answers_and_returns_to_an_earlier_one(store):
+    store.store.set("join_info", OF_THIS_RUN)
+    port, moves = rendezvous.free_port(HOST), []
+    moved = threading.Condition()
+
+    def on_move(lighthouse):
+        with moved:
+            moves.append(lighthouse)
+            moved.notify()
+
+    places = [(f"{HOST}:{port}", "first"), (store.address, "standby")]
+    registry = Registry(f"{HOST}:{port}", IslandStatus("a", True, run="run-1"), first=places)
+    registry.on_move = on_move
+    with moved:
+        assert moved.wait_for(lambda: moves == ["standby"], 20.0)
+    registry.refresh()
+    assert RegistryClient(store.address).names() == ["a"]
+    first, _ = open_store(HOST, port)
+    first.set("join_info", '{"run_id": "run-2"}')  # another run has the port
+    asked = RegistryClient(f"{HOST}:{port}")
+    assert asked.run_id() == "run-2"
+    with moved:
+        assert not moved.wait_for(lambda: len(moves) > 1, 1.0), "three times as long as an earlier rendezvous has to answer"
+    first.set("join_info", OF_THIS_RUN)
+    with moved:
+        assert moved.wait_for(lambda: moves == ["standby", "first"], 20.0)
+    registry.close()
+
+
+def test_islands_learn_of_a_standby_from_its_islands_status_and_ignore_what_is_no_address(store):
+    client = RegistryClient(store.address)
+    for name, standby in (
+        ("b", "192.0.2.9:7000 192.0.2.9:7001"),
+        ("c", "x"),
+        ("d", "x:y z"),
+        ("e", "192.0.2.9:1 192.0.2.9:99999999"),
+    ):
+        status = IslandStatus(name, True)
+        status.standby = standby
+        client.register(status)
+    registry = Registry(store.address, IslandStatus("a", True))
+    assert registry._standbys == {"192.0.2.9:7000": "192.0.2.9:7001"}
+    registry.close()
+    secured = Registry(store.address, IslandStatus("a", True), first=None)
+    assert secured._standbys == {}, "where a gateway authenticates machines, no island leads others elsewhere"
+    secured.close()

@@ -13,6 +13,7 @@ from atoll.engines.accounting import Ledger, RunAccounting
 from atoll.engines.elastic.aggregation import IslandReport
 from atoll.engines.elastic.commit import Commit
 from atoll.engines.elastic.data_leases import Settlement
+from atoll.engines.elastic.membership import LastQuorum
 from atoll.engines.round_record import EventAggregator
 
 
@@ -25,6 +26,8 @@ class ElasticAccounting(RunAccounting):
         """All islands that ever took part, in the order in which they joined: an island's number in events is its place here."""
         self.present: tuple[str, ...] = ()
         """The participants of the last commit."""
+        self.quorum = LastQuorum()
+        """Their processes, and which of them led."""
         self._events: list[Event] = []
         self._aggregator = EventAggregator(self, 1, inside=False, sink=self)
 
@@ -54,7 +57,7 @@ class ElasticAccounting(RunAccounting):
         for name, report in reports.items():
             if name not in self.present or report.donor is not None:
                 self._record_joiner(name, report, commit, number)
-        self.present = commit.names
+        self.present, self.quorum = commit.names, commit.quorum
 
     def _record_joiner(self, name: str, report: IslandReport, commit: Commit, number: int) -> None:
         # Islands that begin together begin with the same weights: fetching those is not counted.
@@ -91,11 +94,14 @@ class ElasticAccounting(RunAccounting):
         )
 
     def to_parts(self) -> dict[str, Any]:
-        return {"accounting": super().to_parts(), "known": list(self.known), "present": list(self.present)}
+        quorum = [list(self.quorum.processes), self.quorum.leader]
+        return {"accounting": super().to_parts(), "known": list(self.known), "present": list(self.present), "quorum": quorum}
 
     def from_parts(self, parts: Mapping[str, Any]) -> None:
         super().from_parts(parts["accounting"])
         self.known, self.present = list(parts["known"]), tuple(parts["present"])
+        processes, leader = parts.get("quorum", ((), None))
+        self.quorum = LastQuorum(tuple(processes), leader)
         self._events.clear()
 
 

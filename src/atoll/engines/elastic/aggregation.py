@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -88,7 +88,7 @@ class UpdateValidator:
 class IslandReport:
     """What an island reports of itself with its vote."""
 
-    has_folder: bool
+    folder: str  # see IslandStatus.folder
     address: str
     donor: str | None = None  # the island that it fetched its state from since its last commit
     received_bytes: int = 0  # from the donor
@@ -101,8 +101,8 @@ class IslandReport:
 
     @staticmethod
     def from_text(text: str) -> IslandReport:
-        has_folder, address, donor, received_bytes, written, record, now_s = json.loads(text)
-        return IslandReport(has_folder, address, donor, received_bytes, written, RoundRecord.from_json(record), now_s)
+        folder, address, donor, received_bytes, written, record, now_s = json.loads(text)
+        return IslandReport(folder, address, donor, received_bytes, written, RoundRecord.from_json(record), now_s)
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ class Proposal:
     weight: float = 0.0  # 0 if the island has no work in this round
     compare: bool = False  # whether the deltas' inner products are recorded
     arrived_s: float = 0.0  # when this island was ready to exchange
+    before_vote: Callable[[], object] = bool  # called when only the vote is left: from then on other members may commit
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ class ValidatedMean:
     def __call__(self, collectives: GroupCollectives, states: Sequence[Sequence[float]], proposal: Proposal) -> Agreement:
         """The participants announced their `states` as numbers. Raises Disagreement if they came to different results."""
         if proposal.tree is None:
-            return self._vote(collectives, states, proposal.report, Tree.of({"nothing": torch.zeros(0)}), None, [], {}, 0.0)
+            nothing = Tree.of({"nothing": torch.zeros(0)})
+            return self._vote(collectives, states, proposal, nothing, None, [], {}, 0.0)
         tree = proposal.tree
         rows = self._announce(collectives, tree, proposal.weight)
         deltas = [*map(_summary, rows)]
@@ -162,7 +164,8 @@ class ValidatedMean:
         times_s = proposal.arrived_s, self._clock.now_s()
         sent, control = collectives.sent_bytes, collectives.control_bytes + self._vote_bytes
         record.exchanges = [ExchangeRecord("mean", *times_s, sent, control, total, False, tuple(rejected), total == 0)]
-        return self._vote(collectives, states, replace(proposal.report, record=record), mean, sums, rows, rejected, total)
+        proposal = replace(proposal, report=replace(proposal.report, record=record))
+        return self._vote(collectives, states, proposal, mean, sums, rows, rejected, total)
 
     def _announce(self, collectives: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
         """All members' summaries, and the checksums of the slices that each sends, by receiving rank; 0 for its own slice, which
@@ -201,7 +204,7 @@ class ValidatedMean:
         self,
         collectives: GroupCollectives,
         states: Sequence[Sequence[float]],
-        report: IslandReport,
+        proposal: Proposal,
         value: Tree,
         slice_sums: Sequence[int] | None,
         rows: Sequence[Sequence[float]],
@@ -212,12 +215,13 @@ class ValidatedMean:
         `slice_sums`, the checksums of the value's slices are computed."""
         before_bytes = collectives.control_bytes
         try:
-            texts = collectives.all_gather_text(replace(report, now_s=self._clock.now_s()).to_text())
+            texts = collectives.all_gather_text(replace(proposal.report, now_s=self._clock.now_s()).to_text())
         except (ValueError, OverflowError, RuntimeError) as error:  # no text, or of no possible length
             raise Disagreement(f"an island's report was damaged on the way: {error}") from error
         slice_sums = slice_sums or _slice_sums(value, collectives.size, range(collectives.size))
         parts = zip(slice_sums, states, rows or [()] * collectives.size, texts, strict=True)
         sums = [combine_checksums([total], f"{[*state]}{[*row]}{text}") for total, state, row, text in parts]
+        proposal.before_vote()
         digests = collectives.all_gather_numbers(*sums)
         if any(one != digests[0] for one in digests):
             me, names = collectives.rank, collectives.names

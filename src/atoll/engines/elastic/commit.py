@@ -4,18 +4,33 @@ An attempt forms a quorum, compares the members' states, and leaves out members 
 has received from every other that all came to the same. If a member dies on the way, the survivors try again with a new quorum;
 their state has not changed. A member that dies after it received all votes, and before the others did, holds a state from which no
 island continues: the survivors repeat the round in a later epoch.
+
+In a network partition only one side commits: the majority of the last commit's participants, less those that were reported to have
+ended. The other side waits. A participant that sent its vote and received not all others does not know whether they committed. It
+then goes on only with enough participants of that attempt, too.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from atoll.core.errors import ExchangeFailed
+from atoll.core.verified_files import parse_json
 from atoll.engines.elastic.aggregation import Agreement, Disagreement, IslandReport, Proposal, ValidatedMean
-from atoll.engines.elastic.membership import Member, Membership, MembershipLost, Quorum, QuorumMonitor
+from atoll.engines.elastic.membership import (
+    Evicted,
+    LastQuorum,
+    Member,
+    Membership,
+    MembershipLost,
+    Quorum,
+    QuorumMonitor,
+    process_name,
+)
 from atoll.engines.elastic.snapshot_server import QUERY_S, SILENT_S, IslandStatus, query_islands
 from atoll.engines.elastic.state_version import VERSION_LIMIT, HeldState, StateVersion, attempt_epoch, select_state
 from atoll.engines.group_collectives import GroupCollectives
@@ -30,11 +45,12 @@ _RETRY_S, _LONGEST_RETRY_S, _LOG_S = 0.1, 1.0, 10.0
 
 
 class StaleState(Exception):
-    """The quorum holds a newer state than this island, or other bits. The island must fetch `version` before it can continue."""
+    """The quorum holds a newer state than this island, or other bits. The island must fetch `version` before it can continue. The
+    processes `holders` have that state."""
 
-    def __init__(self, version: StateVersion, why: str) -> None:
+    def __init__(self, version: StateVersion, why: str, holders: Iterable[str] = ()) -> None:
         super().__init__(why)
-        self.version = version
+        self.version, self.holders = version, tuple(holders)
 
 
 DIVERGED = "its bits differ from the other islands': its kind of machine computes otherwise than theirs"
@@ -48,6 +64,10 @@ class MemberMissing(Exception):
     """An island is alive and not in this quorum, or is in it and about to leave."""
 
 
+class MinoritySide(MemberMissing):
+    """The islands of this quorum are no majority of the last commit's: the others may go on beyond a network partition."""
+
+
 @dataclass(frozen=True)
 class Commit:
     """A committed proposal."""
@@ -57,6 +77,7 @@ class Commit:
     epoch: int
     attempts: int
     result: Agreement
+    quorum: LastQuorum = LastQuorum()
 
     @property
     def reports(self) -> dict[str, IslandReport]:
@@ -87,6 +108,11 @@ class CommitProtocol:
         """The participants of the last commit besides this island, and their addresses."""
         self._wasted_bytes, self._failures = (0, 0), 0
         """The payload and control bytes of the failed attempts of this commit, and their number."""
+        self.last_quorum = LastQuorum()
+        """Of the state that this island holds: who may go on from it."""
+        self._in_doubt: list[tuple[StateVersion, LastQuorum]] = []
+        """Failed attempts since then that this island voted in: other participants may have received all votes, and hold this
+        version."""
         self._last_epoch = 0
         """Of the attempts that this island took part in."""
         self._last_members: tuple[Member, ...] = ()
@@ -114,6 +140,7 @@ class CommitProtocol:
                 raise
             except MemberMissing as missing:
                 failed, why = False, str(missing)
+                self._status.waiting = why if isinstance(missing, MinoritySide) else ""
             except (ExchangeFailed, Disagreement) as error:
                 failed, why = True, str(error)
             if failed:
@@ -153,7 +180,7 @@ class CommitProtocol:
             raise
         self._timeout.finish()
         self._status.suspects = frozenset()
-        self._status.confirmed = True
+        self._status.confirmed, self._status.waiting = True, ""
         return commit
 
     def _exchange(self, collectives: GroupCollectives, monitor: QuorumMonitor, quorum: Quorum, proposal: Proposal) -> Commit:
@@ -161,7 +188,8 @@ class CommitProtocol:
         version, in_round = proposal.version, proposal.tree is not None
         self._last_epoch = max(self._last_epoch, version.epoch)
         confirmed, has_folder = self._status.confirmed, quorum.own.has_folder
-        rows = collectives.all_gather_numbers(*version, in_round, self._last_epoch + 1, proposal.digest, confirmed, has_folder)
+        state = *version, in_round, self._last_epoch + 1, proposal.digest, confirmed, has_folder
+        rows = collectives.all_gather_numbers(*state, bool(self._in_doubt))
         damaged = [name for name, row in zip(quorum.names, rows, strict=True) if not _is_possible(row)]
         if damaged:
             raise Disagreement(f"the state that {', '.join(damaged)} announced is impossible: it was damaged on the way", damaged)
@@ -171,8 +199,9 @@ class CommitProtocol:
         # The delta of an island whose bits differ is as good as any, if the island computed those bits itself.
         diverged = [rank for rank in diverged if states[rank].confirmed]
         if quorum.rank not in (*valid, *diverged):
-            newest = StateVersion(*states[valid[0]].position[:2])
-            raise StaleState(newest, DIVERGED if newest == version else f"the quorum holds {newest}, and this island {version}")
+            newest, holders = StateVersion(*states[valid[0]].position[:2]), [quorum.members[rank].identity for rank in valid]
+            why = DIVERGED if newest == version else f"the quorum holds {newest}, and this island {version}"
+            raise StaleState(newest, why, holders)
         if not any(states[rank].confirmed for rank in valid):
             raise UnconfirmedState
         stale = [rank for rank in range(collectives.size) if rank not in (*valid, *diverged)]
@@ -181,8 +210,46 @@ class CommitProtocol:
         names = collectives.names
         epoch = self._last_epoch = attempt_epoch(names, first)
         announced = [row for rank, row in enumerate(rows) if rank not in stale]
-        result = self._mean(collectives, announced, proposal)
-        return Commit(names, tuple(quorum.names[rank] for rank in diverged), epoch, self._failures + 1, result)
+        leader = next((quorum.members[rank].identity for rank in valid if states[rank].has_folder), None)
+        members = LastQuorum(tuple(quorum.members[rank].identity for rank in range(len(rows)) if rank not in stale), leader)
+        self._check_majority(collectives, members.processes, any(row[7] for row in announced))
+        after = StateVersion(version.round + in_round, epoch)
+        vote = replace(proposal, before_vote=lambda: self._in_doubt.append((after, members)))
+        result = self._mean(collectives, announced, vote)
+        self.hold(after, members)
+        return Commit(names, tuple(quorum.names[rank] for rank in diverged), epoch, self._failures + 1, result, members)
+
+    def _check_majority(self, collectives: GroupCollectives, present: Sequence[str], in_doubt: object) -> None:
+        """Raise MinoritySide unless these participants may go on from the state that they hold, and also could if each failed
+        attempt that one of them took part in had been completed by other participants, which may be on another side by now."""
+        if not in_doubt and {*self.last_quorum.processes} <= {*present}:
+            return
+        own = [sorted(self._membership.ended(self.successors())), [doubt for _, doubt in self._in_doubt]]
+        known, quorums = set[str](), {self.last_quorum}
+        try:
+            for text in collectives.all_gather_text(json.dumps(own)):
+                theirs, doubts = parse_json(text)
+                known.update(map(str, theirs))
+                quorums.update(LastQuorum(tuple(map(str, processes)), leader) for processes, leader in doubts)
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise Disagreement(f"what an island knows of ended islands was damaged on the way: {error}") from error
+        for last in quorums:
+            if not last.allows(present, known):
+                raise MinoritySide(
+                    f"{', '.join(map(process_name, present))} {'waits' if len(present) == 1 else 'wait'}: "
+                    f"{', '.join(last.absent(present, known))} took part in the last commit and cannot be reached, and may go on "
+                    f"beyond a network partition, as the larger side or the one with the leader. If that side is gone for good, "
+                    f"stop this run and resume it"
+                )
+
+    def hold(self, version: StateVersion, quorum: LastQuorum) -> None:
+        """This island holds the state of this version, which this quorum committed. Attempts before it are settled."""
+        self.last_quorum, self._in_doubt = quorum, [(after, doubt) for after, doubt in self._in_doubt if after > version]
+
+    def successors(self) -> list[str]:
+        """The processes that may go on from the state that this island holds, or already have."""
+        quorums = [self.last_quorum, *(doubt for _, doubt in self._in_doubt)]
+        return [*dict.fromkeys(process for last in quorums for process in last.processes)]
 
     # -------------------------------------------------------------------------------------------------------------- membership
 
@@ -192,7 +259,7 @@ class CommitProtocol:
         missing = {name: address for name, address in self.peers.items() if name not in present}
         for name, status in query_islands(missing, self._scaled(QUERY_S), self._membership.network).items():
             if status.version > version:
-                raise StaleState(status.version, f"{name} holds {status.version}, and this island {version}")
+                raise StaleState(status.version, f"{name} holds {status.version}, and this island {version}", [status.identity])
             if status.version == version and time.monotonic() - began_s < self._patience_s:
                 raise MemberMissing(f"{name} is alive and not in this round's quorum yet. The quorum waits for it.")
 
@@ -219,10 +286,12 @@ class CommitProtocol:
         evicted = quorum.choose_eviction(suspects)
         others = ", ".join(member.name for member in quorum.members if member is not evicted)
         if evicted is quorum.own:
-            raise MembershipLost(
+            links = {*suspects[evicted.name], *(name for name, others in suspects.items() if evicted.name in others)}
+            raise Evicted(
                 f"{evicted.name} and {others} have failed {_EVICT_AFTER} times in a row. {evicted.name} has most faulty links, or "
                 f"joined last, and is evicted. Check that all of them reach each other on any port, {evicted.name} at "
-                f"{evicted.address.rpartition(':')[0]}, and that its link changes no bits. Then start it again."
+                f"{evicted.address.rpartition(':')[0]}, and that its link changes no bits.",
+                sorted(links.intersection(quorum.names)),
             )
         self._log(
             f"{evicted.name} is evicted: this quorum has failed {_EVICT_AFTER} times in a row, and {evicted.name} has most faulty "

@@ -22,11 +22,11 @@ from atoll.engines.elastic.accounting import ElasticAccounting
 from atoll.engines.elastic.aggregation import IslandReport, Proposal, UpdateValidator, ValidatedMean
 from atoll.engines.elastic.commit import DIVERGED, Commit, CommitProtocol, StaleState, UnconfirmedState
 from atoll.engines.elastic.data_leases import DataLeases, DataUnit
-from atoll.engines.elastic.membership import Membership
+from atoll.engines.elastic.membership import LastQuorum, Membership
 from atoll.engines.elastic.peers import ElasticPeers, ObserverReplica
 from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.spec import Elastic
-from atoll.engines.elastic.state_version import StateVersion, refuse_unreplicated, state_digest
+from atoll.engines.elastic.state_version import NO_VERSION, VERSION_LIMIT, StateVersion, refuse_unreplicated, state_digest
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.round_record import RoundRecord, WallClock
 from atoll.engines.shared_and_sharded_state import shared_fields, trees_to_device, with_shared
@@ -48,16 +48,19 @@ class CommittedRound:
     superseded: Sequence[Any] = ()
     opening: bool = False
 
-    @property
-    def leader(self) -> str | None:
-        """The island that writes this commit into the run's log: the first that has the run's folder, and has not diverged."""
+    def leader(self, folder: str) -> str | None:
+        """The island that writes this commit into the log of this folder: the first that has the folder, and has not diverged."""
         reports = self.commit.reports.items()
-        return next((name for name, one in reports if one.has_folder and name not in self.commit.diverged), None)
+        return next((name for name, one in reports if one.folder == folder and name not in self.commit.diverged), None)
 
     @property
     def written(self) -> StateVersion:
-        """How far the run's log goes, as its participants reported."""
-        return max(StateVersion.of(one.written) for one in self.commit.result.reports)
+        """How far the logs of all folders go, as the participants reported."""
+        reached: dict[str, StateVersion] = {}
+        for one in self.commit.result.reports:
+            if one.folder:
+                reached[one.folder] = max(reached.get(one.folder, NO_VERSION), StateVersion.of(one.written))
+        return min(reached.values(), default=NO_VERSION)
 
 
 class ElasticEngine:
@@ -128,6 +131,10 @@ class ElasticEngine:
         """The other participants of the last commit. The quorum waits for those that are alive."""
         return self._protocol.peers
 
+    def successors(self) -> list[str]:
+        """The other processes that may go on from the state that this engine holds, or already have."""
+        return [process for process in self._protocol.successors() if process != self._status.identity]
+
     def expect_peers(self, addresses: Mapping[str, str]) -> None:
         self._protocol.peers = {name: address for name, address in addresses.items() if name != self.name}
 
@@ -136,11 +143,13 @@ class ElasticEngine:
 
     def resume_alone(self) -> None:
         """Continue from the held state without any other island: leased units return. Epochs skip those of commits that died with
-        their islands."""
+        their islands. From now on this island is the whole quorum, which others join."""
         self._observes = False
         self.version = StateVersion(self.version.round, self.version.epoch + _EPOCH_GAP)
         self.leases.settle(())
         self._protocol.peers, self._status.confirmed = {}, True
+        self.accounting.quorum = LastQuorum((self._status.identity,), self._status.identity)
+        self._protocol.hold(StateVersion(VERSION_LIMIT, 0), self.accounting.quorum)  # all that took part in an attempt have ended
         self._digest = self._compute_digest()
 
     # ---------------------------------------------------------------------------------------------------------------- a round
@@ -176,14 +185,14 @@ class ElasticEngine:
             raise ConfigError(f"{type(self.algorithm).__name__} ended a round without a mean, and so without a commit.")
         if self.name in commit.diverged:  # its delta counts, but its new state does not
             self._status.exchanging = False
-            return StaleState(StateVersion(self.version.round + 1, commit.epoch), DIVERGED)
+            return StaleState(StateVersion(self.version.round + 1, commit.epoch), DIVERGED, commit.quorum.processes)
         self._advance(after, commit, alive)
         self._check_progress(commit)
         return CommittedRound(commit, self.accounting.drain(), [before, commit.result.value])
 
     def _begin_round(self, unit: DataUnit | None, written: StateVersion) -> Proposal:
         status = self._status
-        report = IslandReport(status.has_folder, status.address, self._donor, self._received_bytes, written.number)
+        report = IslandReport(status.folder, status.address, self._donor, self._received_bytes, written.number)
         proposal = Proposal(self.version, self._digest, report)
         shard, start, _ = unit or DataUnit(0, 0, self._batches_per_round)
         self.peers.begin(proposal, unit, Work(shard, start, self.steps_taken, self._batches.examples(shard)))
@@ -266,6 +275,7 @@ class ElasticEngine:
         self._validator.from_parts(metadata["validator"])
         self.accounting.from_parts(metadata)
         self.accounting.begin(metadata["wall_time_s"])
+        self._protocol.hold(self.version, self.accounting.quorum)
         self._rounds_without_delta = metadata["rounds_without_delta"]
         self.expect_peers(metadata["peers"])
         self._donor, self._received_bytes = donor, received_bytes

@@ -445,6 +445,9 @@ class GatewayNetwork(DirectNetwork):
     def is_trusted(self, address: str) -> bool:
         return self._is_local and address.count(":") == 2
 
+    def refuses(self, address: str) -> bool:
+        return self.is_trusted(address) and super().refuses(f"{LOOPBACK}:{address.rpartition(':')[2]}")
+
     def dial(self, address: str, limit_s: float) -> socket.socket:
         kind, _, rest = address.partition(":")
         name, _, port = rest.partition(":")

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import socket
+import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.core.protocols import Algorithm
 from atoll.core.serialization import pack
+from atoll.core.verified_files import expanded
 from atoll.engines.elastic.commit import StaleState
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.leader_event_log import CommitLog, CommitRecord, LeaderLog, RunAlreadyFinished
-from atoll.engines.elastic.membership import Membership, log_while_waiting
+from atoll.engines.elastic.membership import Evicted, Membership, log_while_waiting, new_process, numbered
 from atoll.engines.elastic.recovery import Recovery
-from atoll.engines.elastic.rendezvous import Registry
+from atoll.engines.elastic.rendezvous import UNREGISTERED_S, Registry, Rendezvous
 from atoll.engines.elastic.snapshot_server import (
     QUERY_S,
     SILENT_S,
@@ -33,9 +38,10 @@ from atoll.engines.elastic.snapshot_server import (
     SnapshotServer,
     query_islands,
 )
-from atoll.engines.elastic.spec import JoinInfo
+from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.run_lifecycle import RunResults, RunTask
+from atoll.engines.spec import write_spec
 from atoll.engines.training_setup import loss_of, matrix_products, replica_of
 from atoll.engines.warm_start_training import RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
@@ -46,6 +52,11 @@ from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout
 
 _POLL_S = 0.2
+_FIRST_PROBES_S, _LONGEST_PROBE_S = 20.0, 30.0
+"""How long a new process waits for members that do not answer it, before it joins all the same; and the longest pause between two
+probes."""
+_EVICTED_S, _LONGEST_EVICTED_S = 10.0, 3600.0
+"""How long an evicted island stays away, at first and at most."""
 
 
 Interpose = Callable[[Algorithm[Any], Membership, IslandStatus, Callable[[str], object]], tuple[Algorithm[Any], Membership]]
@@ -58,7 +69,10 @@ class IslandProcess:
     Args:
         network: how this island reaches the run and the other islands.
         folder: of the run, where this machine has it.
-        devices: that compute for this island; None: as many as the run's settings say.
+        own: the settings of a joiner: its devices, and where it saves a state that it could not hand on. None: the run's.
+        process: the identity of this process, by which its supervisor reports its end. A joiner has no supervisor, and its folder
+            is a copy that it writes alone.
+        standby: a rendezvous that this process runs, for the case that the run's own is lost.
     """
 
     def __init__(
@@ -69,42 +83,55 @@ class IslandProcess:
         folder: Path | None,
         log: Callable[[str], object],
         interpose: Interpose | None = None,
-        devices: int | None = None,
+        own: Elastic | None = None,
+        process: str | None = None,
+        standby: Rendezvous | None = None,
     ) -> None:
-        self._run, self._spec, self._name, self._log = join_info.run.resolved, join_info.spec, name, log
-        self._device_count = devices or self._spec.devices
+        self._join_info, self._run, self._spec, self._name, self._log = join_info, join_info.run.resolved, join_info.spec, name, log
+        self._own = own or self._spec
+        self._device_count = self._own.devices
         check_devices_share_batch(self._run, self._device_count)
         self._folder = RunFolder(folder) if folder is not None else None
+        self._process, self._evictions = process or new_process(name), EvictionBackoff()
         self._network = network
-        self.status = IslandStatus(name, folder is not None, run=network.run_id)
+        self.status = IslandStatus(name, folder is not None, run=network.run_id, process=numbered(self._process, 0))
+        self.status.has_copy = folder is not None and own is not None
+        self.status.standby = f"{standby.address} {standby.lighthouse}" if standby is not None else ""
         self._server = SnapshotServer(network.host, self.status.to_json, network=network)
         self.status.address = network.address_of(self._server.port)
         network.serve(self._server.adopt)
-        self._registry = Registry(network.registry, self.status, log)
+        places = None if self._spec.secured else join_info.places(network.registry)
+        self._registry = Registry(network.registry, self.status, log, places)
         limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
-        self._membership = Membership(self.status, network, limit_s, log, self._server)
+        self._membership = Membership(self.status, network, limit_s, log, self._server, self._registry.ended)
+        self._registry.on_move = self._membership.move
         self._commit_log = CommitLog()
         self._set_up(limit_s, interpose)
 
     def _set_up(self, limit_s: float, interpose: Interpose | None) -> None:
         """Load the data, and build the engine, the leader log and the recovery."""
         run, folder, preparation = self._run, self._folder, RunPreparation(self._run)
-        if folder is None and partitioned_by_weights(run):
+        joins = folder is None or self.status.has_copy
+        if joins and partitioned_by_weights(run):
             raise ConfigError(
                 f"{self._name} joins from another machine, and this run's data are partitioned by the weights of its warm start, "
                 f"which are in the run's folder. Use data.partition=random, or start all islands on the machine with the folder."
             )
-        if folder is not None:
+        if folder is not None and not joins:
             warm = preparation.warm_start(folder.warm_start, Fanout([]))
         else:  # a joiner fetches the weights
             warm = WarmStart(preparation.initial_weights(), 0, math.nan)
         prepared = preparation.prepared(warm, resizable=self._spec.resizable)
         workload, number = prepared.workload, _island_number(self._name)
         (device, *more_devices), loss = self._claim_devices(number), loss_of(run, workload)
-        self._leader_log: LeaderLog | None = None
-        if folder is not None:
+
+        def leader_log(folder: RunFolder) -> LeaderLog:
             results = RunResults(RunTask(run=run, spec=self._spec, folder=folder, log=self._log, cache=preparation.cache))
-            self._leader_log = LeaderLog(results, prepared, Evaluator(workload, device, dtype_of(run)), self._commit_log)
+            copy_of = self._name if joins else ""
+            return LeaderLog(results, prepared, Evaluator(workload, device, dtype_of(run)), self._commit_log, copy_of)
+
+        self._make_leader_log = leader_log
+        self._leader_log = leader_log(folder) if folder is not None else None
         self._origin = {**prepared.origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
         sources = self._registry, self._membership, self._leader_log, self._commit_log
         self._recovery = Recovery(self._name, *sources, self._origin, self._log, limit_s)
@@ -147,25 +174,45 @@ class IslandProcess:
                 self._finish()
         except RunAlreadyFinished:
             self._log(f"{self._name} has nothing to do: the run is finished")
+        except BaseException:
+            self._rescue()
+            raise
         if self._leader_log is not None:
             self.status.phase = IslandPhase.FINISHED
             self._registry.refresh()  # islands without the folder wait for it
+            self._wait_for_joiners()
 
     def _join(self) -> None:
         # Setting up takes a while, in which the registry was read: the island need not wait for as long again.
         source = self._recovery.initialize(self._engine, self._registry.stateless_since_s())
+        if self._leader_log is not None:
+            self._learn_warm_start(self._leader_log)
         self._log(f"{self._name} begins with {source}")
         self._publish()
+        self._wait_for_links(_FIRST_PROBES_S)
         self._membership.join()
         self.status.phase = IslandPhase.JOINED  # not before its heartbeats: the quorum waits for an island that has joined
         self._registry.refresh()
         if not self._engine.leases.active and not self._engine.leases.done:
             self._wait_for_planned_islands()
 
+    def _learn_warm_start(self, leader_log: LeaderLog) -> None:
+        """A joiner has not trained the warm start: the log of its folder gets the figures that its donor told."""
+        if self._recovery.warm_start is not None and math.isnan(leader_log.warm_start.loss):
+            tokens, loss = self._recovery.warm_start
+            leader_log.warm_start = replace(leader_log.warm_start, tokens=tokens, loss=loss)
+
     def _train(self) -> None:
         while not self._engine.leases.done:
             written = self._leader_log.written if self._leader_log is not None else NO_VERSION
-            outcome = self._engine.round(len(self._registry.alive()), written)
+            evicted: Evicted | None = None
+            try:
+                outcome = self._engine.round(len(self._registry.alive()), written)
+            except Evicted as error:
+                evicted = Evicted(str(error), error.unreachable)  # without its traceback, which refers to connections
+            if evicted is not None:
+                self._sit_out(evicted)
+                continue
             if isinstance(outcome, CommittedRound):
                 self._record(outcome)
             elif isinstance(outcome, StaleState):
@@ -192,6 +239,10 @@ class IslandProcess:
         structure, tensors = pack(self._engine.shared())
         commits, origin = self._commit_log.to_parts(), self._origin
         header = {"metadata": self._engine.metadata(), "structure": structure, "commit_log": commits, "origin": origin}
+        if self._leader_log is not None and not math.isnan(self._leader_log.warm_start.loss):
+            header["warm_start"] = [self._leader_log.warm_start.tokens, self._leader_log.warm_start.loss]
+        elif self._recovery.warm_start is not None:
+            header["warm_start"] = [*self._recovery.warm_start]
         self._server.publish(Snapshot(header, tensors))
         self.status.version = self._engine.version
         self.status.exchanging = False
@@ -202,9 +253,47 @@ class IslandProcess:
         self._log(f"{self._name} is behind: {behind}")
         if self.status.confirmed:
             self._membership.leave()
-        self._recovery.catch_up(self._engine, behind.version)
+        self._recovery.catch_up(self._engine, behind.version, behind.holders)
         self._publish()
         self._membership.join()
+
+    def _sit_out(self, evicted: Evicted) -> None:
+        """Leave the quorum, which goes on without this island, and return when its links work again. Each eviction over the same
+        link doubles the time until the island returns: a link may carry a probe, and no exchange."""
+        wait_s = self._evictions.evicted(evicted.unreachable, time.monotonic())
+        self._log(f"{evicted} {self._name} returns in {wait_s:.0f} s at the earliest, when it reaches all members")
+        self._membership.leave()
+        if self._leader_log is not None:
+            self._leader_log.release()
+        self._registry.report_own_end(self.status.process)
+        number = int(self.status.process.rpartition(".")[2]) + 1
+        self.status.process, self.status.phase = numbered(self._process, number), IslandPhase.JOINING
+        deadline_s = time.monotonic() + wait_s
+        while time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        self._wait_for_links(math.inf)
+        self._evictions.returned(time.monotonic())
+        self._recovery.catch_up(self._engine, self._engine.version)
+        self._publish()
+        self._membership.join()
+        self.status.phase = IslandPhase.JOINED
+        self._registry.refresh()
+
+    def _wait_for_links(self, limit_s: float) -> None:
+        """Wait until all members that are alive answer this island, since a quorum with a member that another cannot reach fails
+        for all; but at most for `limit_s`."""
+        deadline_s, wait_s = time.monotonic() + limit_s, _POLL_S
+        while time.monotonic() < deadline_s:
+            self._registry.refresh()
+            members = {name: one.address for name, one in self._registry.alive().items() if one.phase == IslandPhase.JOINED}
+            members.pop(self._name, None)
+            answers = self._membership.query_islands(members, QUERY_S)
+            silent = [name for name in members if name not in answers]
+            if not silent:
+                return
+            self._log(f"{self._name} has not joined the quorum: {', '.join(silent)} cannot be reached from here")
+            time.sleep(min(wait_s, max(0.0, deadline_s - time.monotonic())))
+            wait_s = min(2 * wait_s, _LONGEST_PROBE_S)
 
     # ---------------------------------------------------------------------------------------------------------- the beginning
 
@@ -239,19 +328,63 @@ class IslandProcess:
         if self._leader_log is None:
             # All islands that have the run's folder may die, return, and fetch the last state here. The registry ends with the run.
             what, answers = "an island that has the run's folder", lambda: self._registry.reachable_since_s < math.inf
-            self._stay(what, self._finished_elsewhere, answers, self._spec.quorum_timeout_s)
+            if self._stay(what, self._finished_elsewhere, answers, self._spec.quorum_timeout_s):
+                self.status.phase = IslandPhase.FINISHED
+                self._registry.refresh()
+            else:
+                self._rescue()
         else:
             self._wait_for_leader(self._leader_log)
             self._leader_log.finish(self._engine, self._recovery.checkpoint, self._spec.quorum_timeout_s)
 
+    def _wait_for_joiners(self) -> None:
+        """Wait until joiners have read that the run is finished: the registry ends with the islands of its machine, and a joiner
+        that does not know would save the last state."""
+        deadline_s = time.monotonic() + UNREGISTERED_S
+        while time.monotonic() < deadline_s:
+            others = self._registry.alive().values()
+            if not any(one.phase == IslandPhase.JOINED and not one.folder for one in others):
+                return
+            time.sleep(_POLL_S / 4)
+            self._registry.refresh()
+
+    def _rescue(self) -> None:
+        """Save the newest committed state in a new folder, if this island has it, and no island with the run's folder answers that
+        has it, too. `atoll run --resume` takes the folder."""
+        version, addresses = self._engine.version, {one.name: one.address for one in self._registry.alive().values()}
+        if self._leader_log is not None or self.status.version == NO_VERSION or version.round == 0:
+            return
+        answers = query_islands({**addresses, **self._engine.peer_addresses}, QUERY_S, self._network).values()
+        if any(one.has_folder and one.version >= version for one in answers):
+            return
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        try:
+            path = expanded(self._own.rescue_dir or f"atoll-rescue-{self._run.recipe}-{stamp}-{os.getpid()}").absolute()
+            folder = RunFolder.create(path, self._join_info.run, sys.argv)
+            # This machine is not the one that the run listened on, and had one island of the run.
+            write_spec(path, replace(self._spec, listen="127.0.0.1:0", advertise="", processes=1, devices=self._device_count))
+            leader_log = self._make_leader_log(folder)
+            self._learn_warm_start(leader_log)
+            leader_log.rescue(self._engine)
+        except AtollError as error:
+            self._log(f"round {version.round} is lost with this island: {error}")
+            return
+        first = next((record.version.round for record in self._commit_log), version.round)
+        missing = f" Its event log begins with round {first}: earlier events are in the run's own folder." if first > 1 else ""
+        self._log(
+            f"no island with the run's folder answers, so {self._name} saved round {version.round} in {path}.{missing} Continue "
+            f"there with: atoll run --resume {path}"
+        )
+
     def _finished_elsewhere(self) -> bool:
         self._registry.refresh()
-        return any(status.phase == IslandPhase.FINISHED for status in self._registry.alive().values())
+        answers = query_islands(self._engine.peer_addresses, QUERY_S, self._network)  # the registry may be lost
+        return any(one.phase == IslandPhase.FINISHED for one in [*self._registry.alive().values(), *answers.values()])
 
     def _wait_for_leader(self, leader_log: LeaderLog) -> None:
         """Wait until the leader has finished the run, or has died."""
         leader, addresses = leader_log.other_leader, self._engine.peer_addresses
-        if leader is None and leader_log.lease is None:
+        if leader is None and leader_log.lease is None and not leader_log.is_copy:
             # It fetched the last state, and does not know its leader: if another island with the folder answers, that may be it.
             self._stay("the leader", lambda: leader_log.is_finished or not self._has_folder_peer(), lambda: True, SILENT_S)
         elif leader is not None and leader in addresses:
@@ -260,25 +393,56 @@ class IslandProcess:
             self._stay(leader, lambda: leader_log.is_finished, lambda: query_islands(asked, SILENT_S, self._network))
 
     def _has_folder_peer(self) -> bool:
-        return any(status.has_folder for status in query_islands(self._engine.peer_addresses, QUERY_S, self._network).values())
+        answers = query_islands(self._engine.peer_addresses, QUERY_S, self._network)
+        return any(status.folder == "run" for status in answers.values())
 
-    def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> None:
-        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer."""
+    def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> bool:
+        """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer.
+        Returns whether it has."""
         began_s = answered_s = time.monotonic()
         with log_while_waiting(self._log, f"waiting for {leader} to finish the run"):
-            while not finished() and time.monotonic() < min(began_s + limit_s, answered_s + SILENT_S):
+            while not (done := finished()) and time.monotonic() < min(began_s + limit_s, answered_s + SILENT_S):
                 if answers():
                     answered_s = time.monotonic()
                 time.sleep(_POLL_S)
+        return done
 
     def close(self, *, wait: bool) -> None:
         self._membership.leave()
         self._registry.close()
+        self._registry.report_own_end(self._process)
         self._network.close()
         self._server.close()
         if self._leader_log is not None:
             self._leader_log.release()
         self._engine.close(wait=wait)
+
+
+class EvictionBackoff:
+    """How long an evicted island stays away: twice as long after each eviction over the same link. A link that worked for longer
+    than the last time away begins anew.
+
+    >>> backoff = EvictionBackoff()
+    >>> backoff.evicted(["b"], 0.0), backoff.returned(10.0), backoff.evicted(["b", "c"], 11.0), backoff.evicted(["c"], 12.0)
+    (10.0, None, 20.0, 20.0)
+    >>> backoff.returned(40.0), backoff.evicted(["c"], 70.0)
+    (None, 10.0)
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._returned_s, self._wait_s = math.inf, 0.0
+
+    def evicted(self, unreachable: Iterable[str], now_s: float) -> float:
+        """Returns how long to stay away."""
+        if now_s - self._returned_s > self._wait_s:
+            self._counts.clear()
+        self._counts.update(names := [*unreachable] or [""])
+        self._wait_s = min(_EVICTED_S * 2.0 ** (max(self._counts[name] for name in names) - 1), _LONGEST_EVICTED_S)
+        return self._wait_s
+
+    def returned(self, now_s: float) -> None:
+        self._returned_s = now_s
 
 
 def _island_number(name: str) -> int:

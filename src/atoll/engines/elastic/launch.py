@@ -11,9 +11,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed, is_d
 from atoll.core.flat_tree import Tree
 from atoll.core.optional_imports import require
 from atoll.core.protocols import AsyncAlgorithm
+from atoll.core.verified_files import expanded
 from atoll.engines.elastic.gateway import Gateway, joiner_network, local_network
 from atoll.engines.elastic.island import Interpose, IslandProcess
 from atoll.engines.elastic.membership import log_while_waiting, retry
@@ -116,7 +117,7 @@ LOCAL_TIMEOUT_S = 60.0
 """How long an island that the supervisor started looks for the run."""
 _PORT_LIMIT_S = 2.0
 """How long processes of an interrupted run may still have its port when it is resumed."""
-_JOINERS_OWN = ("engine.devices", "engine.network", "engine.join_timeout_s")
+_JOINERS_OWN = ("engine.devices", "engine.network", "engine.join_timeout_s", "engine.rescue_dir", "engine.listen")
 _POLL_S = 0.2
 
 
@@ -149,34 +150,74 @@ def invite_joiner(folder: Path, out: Path | None, revoke: str | None, *, rotate:
     )
 
 
-def join_run(where: str, settings: Sequence[str], others: Sequence[str] = ()) -> None:
-    """Be one more island of the run that a join file admits to, or of the run at HOST:PORT, on loopback or in a trusted network. A
-    joiner has three settings of its own: `engine.devices`, by default as the run's islands have, `engine.network` and
-    `engine.join_timeout_s`. Refuses all other settings, and the user's other options."""
+@dataclass(frozen=True)
+class Joiner:
+    """What an island that joins a run has of its own.
+
+    Args:
+        file: that admits it; None: it knows the run's address, on loopback or in a trusted network.
+        timeout_s: how long it looks for the run.
+        devices: of this island; None: as many as the run's islands have.
+        rescue_dir: where it saves a state that it could not hand on; None: a folder in its working directory.
+        out: a folder for a copy of the run's; None: it keeps none.
+        standby: HOST:PORT of a standby rendezvous, which it runs beside its copy; None: it runs none.
+    """
+
+    file: JoinFile | None = None
+    timeout_s: float = 0.0
+    devices: int | None = None
+    rescue_dir: str | None = None
+    out: Path | None = None
+    standby: str | None = None
+
+
+def join_run(where: str, settings: Sequence[str], others: Sequence[str] = (), out: Path | None = None) -> None:
+    """Be one more island of the run that a join file admits to; or of the run at HOST:PORT, on loopback or in a trusted network, or
+    at the first of several addresses that answers. A joiner has settings of its own: `engine.devices`, by default as the run's
+    islands have, `engine.network`, `engine.join_timeout_s`, `engine.rescue_dir` and `engine.listen`. With `out` it keeps a copy of
+    the run's folder there, and with `engine.listen`, too, it runs a standby rendezvous. Refuses all other settings, and the user's
+    other options."""
     foreign = [setting for setting in settings if setting.partition("=")[0] not in _JOINERS_OWN]
     if others or foreign:
         raise ConfigError(
             f"{shown_text(', '.join([*others, *foreign]))} with --join: a joiner fetches the run from its address. Its own "
             f"settings are {', '.join(_JOINERS_OWN[:-1])} and {_JOINERS_OWN[-1]}. Leave out the others."
         )
+    given = {setting.partition("=")[0] for setting in settings}
     spec = with_settings(Elastic(), settings)
     assert isinstance(spec, Elastic)
-    join = JoinFile.read(Path(where)) if os.path.isfile(where) else None
-    if join is None:
+    file = JoinFile.read(Path(where)) if os.path.isfile(where) else None
+    if file is None:
         check_address(where)
-        if not is_loopback(where.rpartition(":")[0]) and spec.network == "tls":
+        if spec.network == "tls" and not all(is_loopback(one.rpartition(":")[0]) for one in where.split(",")):
             raise ConfigError(
                 f"--join {where}: another machine admits joiners by a join file. Run `atoll invite DIR` there, copy the file that "
                 f"it writes, and use `--join FILE`; or, if the run has engine.network=trusted, add --set engine.network=trusted."
             )
-    address = ", ".join(join.addresses) if join else where
+    if "engine.listen" in given:
+        _check_standby(spec, file, out)
+    address = ", ".join(file.addresses) if file else where
     if spec.join_timeout_s:
         log(f"looking for the run at {address} for at most {spec.join_timeout_s:g} s; Ctrl-C ends it")
     # Two containers on one machine's network may have the same host name and the same process id.
     name = re.sub(r"[^\w.-]", "-", f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}", flags=re.ASCII)
-    own_devices = any(setting.startswith("engine.devices=") for setting in settings)
-    devices = spec.devices if own_devices else None
-    run_island(address, name, None, devices=devices, join=join, join_timeout_s=spec.join_timeout_s)
+    devices = spec.devices if "engine.devices" in given else None
+    standby = spec.listen if "engine.listen" in given else None
+    joiner = Joiner(file, spec.join_timeout_s, devices, spec.rescue_dir, None if out is None else expanded(out), standby)
+    run_island(address, name, None, joiner=joiner)
+
+
+def _check_standby(spec: Elastic, file: JoinFile | None, out: Path | None) -> None:
+    """Refuse a standby rendezvous that could not take over."""
+    if out is None:
+        raise ConfigError("engine.listen with --join: a joiner listens for others if it keeps a copy of the run. Add --out DIR.")
+    if file is not None or spec.secured:
+        raise ConfigError(
+            f"engine.listen={spec.listen} with --join: a standby rendezvous has no gateway, since only the machine with the run's "
+            f"folder has the keys. Leave it out; or, if the run has engine.network=trusted, join by its address with "
+            f"--set engine.network=trusted."
+        )
+    check_free(spec.listen)
 
 
 def run_island(
@@ -184,23 +225,32 @@ def run_island(
     name: str,
     folder: Path | None,
     *,
-    devices: int | None = None,
+    joiner: Joiner | None = None,
     interpose: Interpose | None = None,
-    join: JoinFile | None = None,
-    join_timeout_s: float = LOCAL_TIMEOUT_S,
+    process: str | None = None,
 ) -> NoReturn:
-    """Be the island of this name, unlike all others', until the run at this address is over, then end the process. A joiner has no
-    `folder`, and looks for the run for `join_timeout_s`."""
+    """Be the island of this name, unlike all others', until the run at this address is over, then end the process. An island that
+    the supervisor started has the run's `folder`; another one is a `joiner`."""
     if folder is not None:
         end_with_supervisor()
     os.environ.setdefault("RUST_LOG", "warn")  # torchft logs every quorum
     try:
-        join_info, network = find_run(address, name, folder, join, join_timeout_s)
+        joiner = joiner or Joiner()
+        join_info, network = find_run(address, name, folder, joiner)
         torch.set_num_threads(join_info.run.cluster.threads_per_island)
         log(f"{name} on {platform.node()} ({network.host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         gc.freeze()  # each change of members collects garbage while others wait, and imported modules are none
         with ExitStack() as stack:
-            island = IslandProcess(join_info, network, name, folder, log, interpose, devices)
+            own = standby = None
+            if folder is None:
+                own = replace(join_info.spec, devices=joiner.devices or join_info.spec.devices, rescue_dir=joiner.rescue_dir)
+                if joiner.out is not None:
+                    folder = stack.enter_context(folder_copy(joiner.out, join_info))
+                if joiner.standby is not None:
+                    standby = open_standby(joiner.standby, join_info, network)
+                    stack.callback(standby.close)
+                    log(f"{name} runs a standby rendezvous at {standby.address}: atoll run --join {address},{standby.address}")
+            island = IslandProcess(join_info, network, name, folder, log, interpose, own, process, standby)
             stack.push(lambda kind, error, trace: island.close(wait=kind is None))
             island.run()
     except NoState as error:  # another island may have the state that this one could not read
@@ -211,6 +261,27 @@ def run_island(
         exit_with(error, sys.stderr, code=1 if is_disk_full(error) else None)
     sys.stdout.flush()
     os._exit(0)  # threads of the communication may still wait for a peer
+
+
+@contextmanager
+def folder_copy(path: Path, join_info: JoinInfo) -> Iterator[Path]:
+    """A joiner's own folder of the run, new or from an earlier time, which no other process uses."""
+    if path.is_dir() and any(path.iterdir()):
+        folder = RunFolder.open(path)
+        folder.same_run(join_info.run)
+    else:
+        folder = RunFolder.create(path, join_info.run, sys.argv)
+    with folder.lock():
+        # Resumed on this machine the run has one island at first, and listens where its user says.
+        write_spec(folder.path, replace(join_info.spec, listen="127.0.0.1:0", advertise="", processes=1))
+        yield folder.path
+
+
+def open_standby(listen: str, join_info: JoinInfo, network: DirectNetwork) -> Rendezvous:
+    """A rendezvous of the run beside its own, in this process."""
+    host = listen.rpartition(":")[0]
+    first = join_info.first or (network.registry, join_info.lighthouse)
+    return Rendezvous(replace(join_info, lighthouse=f"{host}:{free_port(host)}", first=first), listen)
 
 
 def run_rendezvous(join_info: Path, address: str) -> NoReturn:
@@ -235,53 +306,58 @@ def run_rendezvous(join_info: Path, address: str) -> NoReturn:
         rendezvous.close()
 
 
-def find_run(
-    address: str, name: str, folder: Path | None, join: JoinFile | None, timeout_s: float
-) -> tuple[JoinInfo, DirectNetwork]:
-    """What the run at this address is, and the network of its island of this name. A joiner has no `folder`."""
+def find_run(address: str, name: str, folder: Path | None, joiner: Joiner) -> tuple[JoinInfo, DirectNetwork]:
+    """What the run at this address is, and the network of its island of this name. A joiner has no `folder`, and may know several
+    addresses."""
 
     def refused(error: Exception) -> NoReturn:
         exit_with(error, sys.stderr)
 
     if folder is not None:
-        info = fetch_join_info(address, timeout_s, run_id_of(folder))
+        info, _ = fetch_join_info(address, LOCAL_TIMEOUT_S, run_id_of(folder))
         if info.spec.secured:
             return info, local_network(info, folder, name, refused)
         return info, DirectNetwork(_host_towards(address), address, info.lighthouse, info.run_id)
     try:
-        if join is not None:
-            joined = joiner_network(join, name, refused)
-            return fetch_join_info(joined.registry, timeout_s, join.credentials.run_id, joined.check), joined
-        info = fetch_join_info(address, timeout_s, None)
+        if joiner.file is not None:
+            joined = joiner_network(joiner.file, name, refused)
+            return fetch_join_info(joined.registry, joiner.timeout_s, joiner.file.credentials.run_id, joined.check)[0], joined
+        info, found = fetch_join_info(address, joiner.timeout_s, None)
     except ExchangeFailed as error:  # a mistyped address ends the joiner at once, unless the user lets it wait
         why = str(error.__cause__ or error)
-        given = "Make a new join file if the run's address has changed" if join else "Give the address that the run printed"
+        given = "Make a new join file if the run's address has changed" if joiner.file else "Give the address that the run printed"
         raise ConfigError(
             f"--join {address}: no run answers there ({why}). {given}; if it may appear later, let the joiner wait: --set "
             f"engine.join_timeout_s=600."
         ) from error
-    return info, DirectNetwork(_host_towards(address), address, info.lighthouse, info.run_id)
+    return info, DirectNetwork(_host_towards(found), found, info.lighthouse, info.run_id)
 
 
 def fetch_join_info(
-    address: str, timeout_s: float, run_id: str | None = None, check: Callable[[], object] = lambda: None
-) -> JoinInfo:
-    """What the run at this address is. Refuses another run than that of this id. `check` raises ExchangeFailed while the run cannot
-    be reached."""
-    registry = RegistryClient(address)
+    addresses: str, timeout_s: float, run_id: str | None = None, check: Callable[[], object] = lambda: None
+) -> tuple[JoinInfo, str]:
+    """What the run at the first of these addresses that answers is, and that address. Refuses another run than that of this id.
+    `check` raises ExchangeFailed while the run cannot be reached."""
+    registries = {address: RegistryClient(address) for address in addresses.split(",")}
 
-    def fetch() -> JoinInfo:
+    def fetch() -> tuple[JoinInfo, str]:
         check()
-        text = registry.join_info()
-        if text is None:
-            raise ExchangeFailed(f"the run at {address} has published nothing for {timeout_s:.0f} s. Start it again.")
-        return JoinInfo.from_text(text)
+        missing: ExchangeFailed | None = None
+        for address, registry in registries.items():
+            try:
+                if (text := registry.join_info()) is not None:
+                    return JoinInfo.from_text(text), address
+                missing = ExchangeFailed(f"the run at {address} has published nothing for {timeout_s:.0f} s. Start it again.")
+            except ExchangeFailed as error:
+                missing = error
+        assert missing is not None
+        raise missing
 
-    with log_while_waiting(log, f"waiting for the run at {address}"):
-        info = retry(fetch, ExchangeFailed, timeout_s, _POLL_S)
+    with log_while_waiting(log, f"waiting for the run at {addresses}"):
+        info, found = retry(fetch, ExchangeFailed, timeout_s, _POLL_S)
     if run_id is not None and info.run_id != run_id:
-        raise ConfigError(f"{address} belongs to another run ({info.run_id}, and not {run_id}). Set engine.listen to a free port.")
-    return info
+        raise ConfigError(f"{found} belongs to another run ({info.run_id}, and not {run_id}). Set engine.listen to a free port.")
+    return info, found
 
 
 def end_with_supervisor() -> None:

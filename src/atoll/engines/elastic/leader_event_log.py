@@ -1,14 +1,16 @@
 """The run's event log, which the leader of each commit writes; the leader also evaluates, saves checkpoints and finishes the run.
 
-The leader is the first participant of a commit that has the run's folder. Every island remembers recent commits, so when a leader
-dies, the next one continues where the log ends. It takes the write lease and truncates the log after the last valid commit; the old
-leader's writes then fail. It reads the end of the log alone, since the log of a long run has hundreds of megabytes.
+The leader is the first participant of a commit that has the run's folder. A joiner may keep a copy of the folder, and leads there.
+Every island remembers recent commits, so when a leader dies, the next one continues where the log ends. It takes the write lease
+and truncates the log after the last valid commit; the old leader's writes then fail. It reads the end of the log alone, since the
+log of a long run has hundreds of megabytes.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import secrets
@@ -22,10 +24,10 @@ from typing import IO, Any, NamedTuple
 
 from atoll.core import events as ev
 from atoll.core.errors import AtollError, CheckpointError, is_disk_full
-from atoll.core.verified_files import replacing
+from atoll.core.verified_files import parse_json, replacing, write_text
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
-from atoll.engines.elastic.membership import log_while_waiting, retry
+from atoll.engines.elastic.membership import LastQuorum, log_while_waiting, retry
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.run_lifecycle import RunResults
 from atoll.engines.training_setup import passed_multiple
@@ -40,6 +42,8 @@ _OPENED = StateVersion(0, 1 << 31)
 _BETWEEN_COMMITS = (ev.Evaluated.__name__, ev.Saved.__name__, ev.SaveFailed.__name__, ev.LogDamaged.__name__)
 _BEFORE_COMMITS = (ev.RunStarted.__name__, ev.WarmStartFinished.__name__, ev.IslandJoined.__name__)
 """Events outside of commits. A commit's own events end with Attended."""
+QUORUM_FILE = "quorum.json"
+"""In the run's folder: the processes of the last quorum that an island of this machine led."""
 _RETRY_S = 2.0
 """Between two attempts to finish the run."""
 _LOCK_LIMIT_S, _LOCK_POLL_S = 2.0, 0.01
@@ -286,9 +290,13 @@ def committed_prefix(path: Path, epochs: Mapping[int, int]) -> CommittedPrefix:
 class LeaderLog:
     """What one island does with the run's folder when it is the leader."""
 
-    def __init__(self, results: RunResults, prepared: Prepared, evaluator: Evaluator, commit_log: CommitLog) -> None:
+    def __init__(
+        self, results: RunResults, prepared: Prepared, evaluator: Evaluator, commit_log: CommitLog, copy_of: str = ""
+    ) -> None:
+        self.is_copy, self._folder_id = bool(copy_of), copy_of or "run"
+        """A copy belongs to the island `copy_of` alone, which joined the run and fetched its state."""
         self._results, self._evaluator, self._commit_log = results, evaluator, commit_log
-        self._warm, self._origin = prepared.warm_start, prepared.origin
+        self.warm_start, self._origin = prepared.warm_start, prepared.origin
         self._keep, self.folder, self._log = results.run.keep, results.folder, results.task.log
         self.checkpoints = Checkpoints(self.folder.checkpoints, keep=self._keep.checkpoints)
         self.lease: EventLogLease | None = None
@@ -302,15 +310,26 @@ class LeaderLog:
         """Steps of the run at the last evaluation and the last checkpoint, by any island."""
         self._void_checkpoints: list[int] = []
         """Rounds of checkpoints of void commits. They are removed when a valid checkpoint is complete."""
+        self._saved_quorum: LastQuorum | None = None
         self.other_leader: str | None = None
         """The leader of the last commit, if that is another island."""
 
     # ------------------------------------------------------------------------------------------------------------- at commits
 
+    def last_quorum(self) -> LastQuorum:
+        """The last quorum that an island of this folder led: an island that restarts alone must not go on before all of its members
+        are known to have ended. It is empty in a run that was just started or resumed."""
+        try:
+            processes, leader = parse_json((self.folder.path / QUORUM_FILE).read_text("utf-8"))
+            return LastQuorum(tuple(map(str, processes)), leader)
+        except (OSError, ValueError, TypeError):
+            return LastQuorum()
+
     def append(self, engine: ElasticEngine, committed: CommittedRound) -> None:
         """Write a commit into the event log, evaluate and save, if this island is its leader. Raises RunAlreadyFinished."""
-        leads = committed.leader == engine.name
-        self.other_leader = None if leads else committed.leader
+        leader = committed.leader(self._folder_id)
+        leads = leader == engine.name
+        self.other_leader = None if leads else leader
         if not leads:
             self.release()
             return
@@ -328,6 +347,9 @@ class LeaderLog:
             self.release()
 
     def _write(self, engine: ElasticEngine, committed: CommittedRound) -> None:
+        if committed.commit.quorum != self._saved_quorum:
+            write_text(self.folder.path / QUORUM_FILE, json.dumps(committed.commit.quorum), CheckpointError)
+            self._saved_quorum = committed.commit.quorum
         lease = self._up_to_date(engine)
         before, self._steps = self._steps, engine.steps_taken
         if committed.opening and engine.version.round == 0:
@@ -425,12 +447,14 @@ class LeaderLog:
             self._saved_at = newest.metadata.get("steps", 0) if newest is not None else 0
         if not lease.has_beginning:
             self._results.begin(lease)
-            self._results.warm_started(self._warm, lease)
+            if not math.isnan(self.warm_start.loss):  # else no donor has told its figures to this joiner
+                self._results.warm_started(self.warm_start, lease)
         missing = range(max(found.last.round, 0) + 1, min(self._commit_log.epochs, default=0))
-        damages = [f"rounds {missing[0]} to {missing[-1]} are missing, and no island remembers them"] if missing else []
+        why = ": this folder is a copy, and its island was not there" if self.is_copy else ", and no island remembers them"
+        damages = [f"rounds {missing[0]} to {missing[-1]} are missing{why}"] if missing else []
         damages += [f"{found.damaged} of its last lines cannot be read"] if found.damaged else []
         for what in damages:
-            self._log(f"the event log is damaged: {what}")
+            self._log(f"the event log is incomplete: {what}" if self.is_copy else f"the event log is damaged: {what}")
             lease.emit(ev.LogDamaged(what=what))
 
     def _last_logged(self, kind: type[E]) -> E | None:
@@ -470,6 +494,15 @@ class LeaderLog:
         self.lease = None
 
     # --------------------------------------------------------------------------------------------------------------- the end
+
+    def rescue(self, engine: ElasticEngine) -> None:
+        """Write the state that the engine holds, and the commits that this island remembers, into a folder of their own. Raises
+        CheckpointError."""
+        lease = self._up_to_date(engine)
+        self._save(engine, lease)
+        self.release()
+        if not self.checkpoints.rounds():
+            raise CheckpointError(f"the state of round {engine.version.round} could not be saved in {self.folder.path}.")
 
     @property
     def is_finished(self) -> bool:
@@ -518,7 +551,7 @@ class LeaderLog:
         lease = self._up_to_date(engine)
         if self._evaluated != engine.version:
             self._evaluate(engine, lease)
-        finished = engine.accounting.finished(engine.clock.now_s(), self._warm.tokens, engine.params.digest())
+        finished = engine.accounting.finished(engine.clock.now_s(), self.warm_start.tokens, engine.params.digest())
         lease.emit(finished)
         self._results.write_final(engine.params, engine.replica.buffers(), finished, checkpoint)
         lease.check()

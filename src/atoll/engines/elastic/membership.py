@@ -10,14 +10,17 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
+import re
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait as wait_for_any
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,10 +47,12 @@ WAIT_LOG_S = 10.0
 PROBE_S = 1.0
 _HEARTBEAT = timedelta(milliseconds=100)
 _CONNECT_LIMIT = timedelta(seconds=10)
-_RETRY_S = 0.2
+_RETRY_S, _MOVE_POLL_S = 0.2, 0.5
 _QUORUM_RETRIES = 1000
 """Of torchft's manager while the lighthouse is away. Without retries it never answers a request that the lighthouse died over."""
 _LOOPBACK, _UNREACHABLE = "127.0.0.1", "manager.invalid"  # no name ends in .invalid (RFC 6761)
+_PROCESS = re.compile(r"[\w.#-]{0,200}", re.ASCII)
+"""What identifies a process: a name, a random number and a count."""
 _UNUSED_TAG = 1  # messages have tag 0
 _GlooOptions: Any = getattr(dist.ProcessGroupGloo, "_Options")  # noqa: B009 (torch's stubs lack it)
 T = TypeVar("T")
@@ -55,6 +60,14 @@ T = TypeVar("T")
 
 class MembershipLost(ExchangeFailed):
     """This island cannot take part in any quorum again, and ends."""
+
+
+class Evicted(MembershipLost):
+    """A quorum that failed again and again goes on without this island, whose links to `unreachable` are faulty."""
+
+    def __init__(self, why: str, unreachable: Iterable[str] = ()) -> None:
+        super().__init__(why)
+        self.unreachable = tuple(unreachable)
 
 
 @contextmanager
@@ -86,6 +99,65 @@ def retry(
         time.sleep(every_s)
 
 
+class LastQuorum(NamedTuple):
+    """The processes that took part in the commit of a state, in rank order, and the one that led it. Every island replicates it."""
+
+    processes: tuple[str, ...] = ()
+    leader: str | None = None
+
+    def allows(self, present: Collection[str], ended: Collection[str] = ()) -> bool:
+        """Whether the processes that are present may commit the next round, where those in `ended` are known to have ended.
+
+        A network partition divides the members, and only one side may go on. Members that have ended are on no side. Of the others
+        the majority goes on, and of two equal halves the one with the leader; if the leader has ended, the one with the first
+        member. Two sides may know of different ends, and still at most one of them may commit: each counts at least the members
+        that are alive on both. If all members have ended, any island that fetched their state may go on. A report of an end must
+        not cross a partition that the islands' own messages do not cross: the dead may have committed beyond it.
+
+        >>> last = LastQuorum(("a", "b", "c", "d"), leader="c")
+        >>> [last.allows(side) for side in ("ab", "cd", "abd", "c")]
+        [False, True, True, False]
+        >>> last.allows("ab", ended="c"), last.allows("d", ended="abc"), last.allows("e", ended="abcd")
+        (True, True, True)
+        """
+        live = [one for one in self.processes if one not in ended]
+        count = sum(one in present for one in live)
+        decides = self.leader if self.leader in live else next(iter(live), None)
+        return not live or 2 * count > len(live) or (2 * count == len(live) and decides in present)
+
+    def absent(self, present: Collection[str], ended: Collection[str]) -> list[str]:
+        """The names of members that are neither present nor known to have ended."""
+        return [process_name(one) for one in self.processes if one not in present and one not in ended]
+
+
+def new_process(name: str) -> str:
+    """The identity of a new process of the island of this name: a restarted island is no member of the quorum that it was in.
+
+    >>> process_name(new_process("island-0000"))
+    'island-0000'
+    """
+    return f"{name}#{secrets.token_hex(8)}"
+
+
+def process_name(process: str) -> str:
+    return process.rpartition("#")[0] or process
+
+
+def numbered(process: str, number: int) -> str:
+    """The process as a member of quorums. A process that is evicted gives its membership up, and returns with the next number."""
+    return f"{process}.{number}"
+
+
+def ended_among(members: Iterable[str], reported: Collection[str]) -> set[str]:
+    """The members that have ended: the membership itself was given up, or its process was reported to have ended.
+
+    >>> sorted(ended_among(["a#1.0@x:7", "a#1.1@x:7", "b#1.0@x:8", "c#1.0@x:9"], ["a#1.0", "b#1"]))
+    ['a#1.0@x:7', 'b#1.0@x:8']
+    """
+    processes = {member: member.partition("@")[0] for member in members}
+    return {member for member, one in processes.items() if one in reported or one.rpartition(".")[0] in reported}
+
+
 @dataclass(frozen=True)
 class Member:
     """An island as the lighthouse knows it: its replica id there carries all fields. `joined_s` is by the island's own clock."""
@@ -96,31 +168,38 @@ class Member:
     joined_s: float
     store_port: int = 0  # of the store under which a process group connects, if the island is its first member
     run: str = ""  # the id of the run
+    process: str = ""
+
+    @property
+    def identity(self) -> str:
+        """In a LastQuorum."""
+        return f"{self.process}@{self.address}"
 
     def to_replica_id(self) -> str:
         """A unique id: the address belongs to one process, and the time distinguishes that process's joins.
 
-        >>> member = Member("b", "192.0.2.7:4711", True, 12.5, 4712, "run-1")
+        >>> member = Member("b", "192.0.2.7:4711", True, 12.5, 4712, "run-1", "b#1f")
         >>> member.to_replica_id(), Member.from_replica_id(member.to_replica_id()) == member
-        ('b:192.0.2.7:4711:folder:12.5:4712:run-1', True)
+        ('b:192.0.2.7:4711:folder:12.5:4712:run-1:b#1f', True)
         """
         folder = "folder" if self.has_folder else "remote"
-        return f"{self.name}:{self.address}:{folder}:{self.joined_s!r}:{self.store_port}:{self.run}"
+        return f"{self.name}:{self.address}:{folder}:{self.joined_s!r}:{self.store_port}:{self.run}:{self.process}"
 
     @staticmethod
     def from_replica_id(text: str) -> Member | None:
         """The member of this id; None if it is no id of an island.
 
-        >>> Member.from_replica_id("x"), Member.from_replica_id("b:192.0.2.7:4711:folder:nan:4712:run-1")
+        >>> Member.from_replica_id("x"), Member.from_replica_id("b:192.0.2.7:4711:folder:nan:4712:run-1:b#1f")
         (None, None)
         """
         try:
             name, _, rest = text.partition(":")
-            address, folder, joined_s, store_port, run = rest.rsplit(":", 4)
-            member = Member(name, address, folder == "folder", float(joined_s), int(store_port), run)
+            address, folder, joined_s, store_port, run, process = rest.rsplit(":", 5)
+            member = Member(name, address, folder == "folder", float(joined_s), int(store_port), run, process)
         except ValueError:
             return None
-        return member if NAME.fullmatch(name) and member.to_replica_id() == text and math.isfinite(member.joined_s) else None
+        is_possible = NAME.fullmatch(name) and _PROCESS.fullmatch(process) and math.isfinite(member.joined_s)
+        return member if is_possible and member.to_replica_id() == text else None
 
 
 @dataclass(frozen=True)
@@ -187,6 +266,7 @@ class Membership:
     Args:
         server: accepts the connections of other members, and relays those of members that do not reach each other; None: members
             exchange over gloo only.
+        ended: reads the processes that were reported to have ended.
         sockets: whether members exchange over sockets of their own. Else they do only where gloo cannot connect them, or may not.
     """
 
@@ -197,6 +277,7 @@ class Membership:
         limit_s: float,
         log: Callable[[str], object],
         server: SnapshotServer | None = None,
+        ended: Callable[[], Collection[str]] = frozenset,
         *,
         sockets: bool = False,
     ) -> None:
@@ -206,6 +287,9 @@ class Membership:
         self._relayed: frozenset[str] = frozenset()
         """Members that this island reaches only through another one."""
         self._failures = 0
+        self._reported = ended
+        self._moved = threading.Event()
+        """Whether the manager sends its heartbeats to another lighthouse than this island's."""
         self._store: TCPStore
         self._store, self._store_port = open_store(self._host)
         self._own_id = ""
@@ -216,6 +300,12 @@ class Membership:
         self._quorum_key: tuple[Any, ...] = ()
         self._connected_key: tuple[Any, ...] = ()
         """Identify the last quorum, and the quorum that the process group belongs to."""
+
+    def ended(self, members: Collection[str]) -> set[str]:
+        """Those of these members that are known to have ended: it was reported, or they were on this machine, whose kernel refuses
+        connections to their address."""
+        found = ended_among(members, self._reported())
+        return found | {one for one in members if one not in found and self.network.refuses(one.rpartition("@")[2])}
 
     def join(self) -> None:
         """Send heartbeats from now on: other islands wait for this one."""
@@ -229,7 +319,8 @@ class Membership:
 
     def _manager_server(self, coordination: Any) -> Any:
         status = self._status
-        member = Member(status.name, status.address, status.has_folder, time.time(), self._store_port, self.network.run_id)
+        run_id, port = self.network.run_id, self._store_port
+        member = Member(status.name, status.address, status.has_folder, time.time(), port, run_id, status.process)
         self._own_id = member.to_replica_id()
         return coordination.ManagerServer(
             replica_id=self._own_id,
@@ -244,6 +335,14 @@ class Membership:
             connect_timeout=min(_CONNECT_LIMIT, timedelta(seconds=self._limit_s)),
             quorum_retries=_QUORUM_RETRIES,
         )
+
+    def move(self, lighthouse: str) -> None:
+        """Use this lighthouse from now on. A request that waits for the former one is given up, and repeated."""
+        self._log(
+            f"this island uses the lighthouse at {lighthouse} from now on: the former does not answer, or an earlier one does"
+        )
+        self._lighthouse = lighthouse
+        self._moved.set()
 
     def leave(self) -> None:
         """Stop the heartbeats: other islands do not wait for this one any more."""
@@ -297,28 +396,56 @@ class Membership:
         return tuple(members.values()), [*members].index(self._own_id)
 
     def _request_quorum(self, version: StateVersion, failures: int) -> Any:
-        return self._client._quorum(
-            group_rank=0,
-            step=version.number,
-            checkpoint_metadata="",
-            shrink_only=False,
-            timeout=timedelta(seconds=self._limit_s),
-            commit_failures=failures,
-            init_sync=False,
-        )
+        if self._moved.is_set():
+            self._moved.clear()
+            self.leave()
+        self.join()
+        client, answer = self._client, Future[Any]()
+
+        def request() -> None:
+            try:
+                found = client._quorum(
+                    group_rank=0,
+                    step=version.number,
+                    checkpoint_metadata="",
+                    shrink_only=False,
+                    timeout=timedelta(seconds=self._limit_s),
+                    commit_failures=failures,
+                    init_sync=False,
+                )
+            except BaseException as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(found)
+
+        # On a thread of its own: torchft's manager repeats a request to a lighthouse that is lost, and cannot be interrupted.
+        threading.Thread(target=request, name="quorum request", daemon=True).start()
+        while not wait_for_any([answer], _MOVE_POLL_S).done:
+            if self._moved.is_set():
+                raise ExchangeFailed(f"the island changed to the lighthouse at {self._lighthouse} while it waited for a quorum")
+        return answer.result()
 
     def query_members(self, quorum: Quorum, limit_s: float) -> dict[str, IslandStatus]:
         """The status of the other members that answer: directly, or through a member that does."""
-        addresses = {member.name: member.address for member in quorum.others.values()}
-        answers, found = query_islands(addresses, limit_s, self.network), {}
-        for name in addresses.keys() - answers.keys() if self._exchange_server is not None else ():
-            statuses = (query_status(name, addresses[relay], limit_s, self.network, relayed=True) for relay in answers)
-            if (status := next((one for one in statuses if one is not None), None)) is not None:
-                found[name] = status
+        answers, found = self._query({member.name: member.address for member in quorum.others.values()}, limit_s)
         if found.keys() != self._relayed and found:
             self._log(f"{', '.join(sorted(found))} cannot be reached from here, and is reached through another island")
         self._relayed = frozenset(found)
         return answers | found
+
+    def query_islands(self, addresses: Mapping[str, str], limit_s: float) -> dict[str, IslandStatus]:
+        """The status of the islands at these addresses that answer: directly, or through an island that does."""
+        answers, found = self._query(addresses, limit_s)
+        return answers | found
+
+    def _query(self, addresses: Mapping[str, str], limit_s: float) -> tuple[dict[str, IslandStatus], dict[str, IslandStatus]]:
+        """The status of islands that answer directly, and of others that answer through one of those."""
+        answers, found = query_islands(addresses, limit_s, self.network), dict[str, IslandStatus]()
+        for name in addresses.keys() - answers.keys() if self._exchange_server is not None else ():
+            statuses = (query_status(name, addresses[relay], limit_s, self.network, relayed=True) for relay in answers)
+            if (status := next((one for one in statuses if one is not None), None)) is not None:
+                found[name] = status
+        return answers, found
 
     def query(self, name: str, address: str, limit_s: float) -> IslandStatus | None:
         """The status of a member, by the way that reached it when the quorum connected."""

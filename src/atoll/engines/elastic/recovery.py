@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.serialization import Packed, pack, unpack
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.leader_event_log import CommitLog, LeaderLog
-from atoll.engines.elastic.membership import Membership, MembershipLost, log_while_waiting
+from atoll.engines.elastic.membership import WAIT_LOG_S, Membership, MembershipLost, log_while_waiting, process_name
 from atoll.engines.elastic.rendezvous import UNREGISTERED_S, Registry
 from atoll.engines.elastic.snapshot_server import QUERY_S, SILENT_S, IslandStatus, fetch_snapshot, query_islands
 from atoll.engines.elastic.spec import check_same_origin
@@ -52,8 +52,16 @@ class Recovery:
         self._commit_log, self._origin, self._log, self._limit_s = commit_log, origin, log, limit_s
         self._answered_s = math.inf
         """When an island with the state, or the registry, last answered."""
+        self._logged_s = -math.inf
+        self.warm_start: tuple[int, float] | None = None
+        """The tokens and the loss of the run's warm start, as the last donor told them."""
         self.checkpoint: Checkpoint | None = None
         """The last one that was restored."""
+
+    @property
+    def _starts_runs(self) -> bool:
+        """Whether this island has the run's own folder. A joiner fetches the state from another island, though it has a copy."""
+        return self._leader_log is not None and not self._leader_log.is_copy
 
     def initialize(self, engine: ElasticEngine, stateless_since_s: float = math.inf) -> str:
         """Give a new process its state. Returns what that is, in words. Raises NoState if no state can be read, and MembershipLost
@@ -61,32 +69,35 @@ class Recovery:
         with log_while_waiting(self._log, "looking for an island that has the run's state, or fetching it"):
             try:
                 # Checkpoints are only counted here: a damaged one is harmless while another island has the state.
-                if self._leader_log is not None and self._leader_log.checkpoints.rounds():
-                    found = self._find(engine, NO_VERSION, stateless_since_s=stateless_since_s)
+                if self._starts_runs and self._leader_log is not None and self._leader_log.checkpoints.rounds():
+                    last = self._leader_log.last_quorum()
+                    found = self._find(engine, NO_VERSION, last.processes, stateless_since_s=stateless_since_s)
                 else:
                     found = self._fetch_newest(engine, NO_VERSION)
                 return found or self._initial_weights(engine)
             except CheckpointError as error:
                 raise NoState(str(error)) from error
 
-    def catch_up(self, engine: ElasticEngine, target: StateVersion) -> None:
-        """Bring an engine to the version that the quorum holds, or a newer one. The island leaves the quorum when a fetch fails or
-        no island with the state answers, so that the quorum need not wait."""
-        self._replace_state(engine, max(target, engine.version), "the quorum holds a newer state", leaves=True)
+    def catch_up(self, engine: ElasticEngine, target: StateVersion, holders: Collection[str] = ()) -> None:
+        """Bring an engine to the version that the processes `holders` have, or a newer one. The island leaves the quorum when a
+        fetch fails or no island with the state answers, so that the quorum need not wait."""
+        self._replace_state(engine, max(target, engine.version), "the quorum holds a newer state", holders, leaves=True)
 
     def confirm(self, engine: ElasticEngine) -> None:
         """Continue though the donors of this engine's state are gone. If they went on, they left a checkpoint; else it is the
         newest state."""
         newer = StateVersion(engine.version.round, engine.version.epoch + 1)
-        self._replace_state(engine, newer, "no island confirms the state that it fetched", leaves=False)
+        self._replace_state(engine, newer, "no island confirms the state that it fetched", (), leaves=False)
 
-    def _replace_state(self, engine: ElasticEngine, at_least: StateVersion, why: str, *, leaves: bool) -> None:
+    def _replace_state(
+        self, engine: ElasticEngine, at_least: StateVersion, why: str, holders: Collection[str], *, leaves: bool
+    ) -> None:
         """Continue from a newer state than the engine holds, or else from its own, for which a checkpoint that cannot be read is no
         replacement."""
         round_ = engine.version.round
         with log_while_waiting(self._log, f"looking for a newer state than round {round_}: {why}"):
             try:
-                found = self._find(engine, at_least, leaves=leaves)
+                found = self._find(engine, at_least, holders, leaves=leaves)
             except CheckpointError as error:
                 self._log(f"{error} {self._name} does without it, since it holds round {round_} itself")
                 found = ""
@@ -95,12 +106,20 @@ class Recovery:
         self._log(f"{self._name} goes on with {found or f'its own state, round {round_}: no island has a newer one'}")
 
     def _find(
-        self, engine: ElasticEngine, at_least: StateVersion, *, leaves: bool = False, stateless_since_s: float = math.inf
+        self,
+        engine: ElasticEngine,
+        at_least: StateVersion,
+        holders: Collection[str],
+        *,
+        leaves: bool = False,
+        stateless_since_s: float = math.inf,
     ) -> str:
         """Fetch a state from another island, or else restore a checkpoint; "" if neither is newer than the engine's state.
 
         A registry that was just restarted is empty, so its first reader is not the last island alive. A checkpoint is restored only
-        after no island has reported a state for `_ALONE_S`, in a registry that could be read all the while.
+        after no island has reported a state for `_ALONE_S`, in a registry that could be read all the while, and all members of the
+        last quorum are known to have ended: else they may go on beyond a network partition. The processes `holders` were members,
+        or hold a newer state.
         """
         self._answered_s = holder_answered_s = time.monotonic()
         since_s = min(stateless_since_s, holder_answered_s)
@@ -115,12 +134,27 @@ class Recovery:
             exists = answers or _holds(self._registered(), at_least)
             if exists:
                 since_s = time.monotonic()
-            elif time.monotonic() - max(since_s, self._registry.reachable_since_s) >= _ALONE_S:
+            elif time.monotonic() - max(since_s, self._registry.reachable_since_s) >= _ALONE_S and self._is_last(engine, holders):
                 found = self._restore_newer(engine)
                 # Another island that came back at the same time may just have restored that checkpoint.
                 if found or not _holds([*self._holders(engine), *self._registered()], at_least):
                     return found
             self._wait(exists)
+
+    def _is_last(self, engine: ElasticEngine, holders: Collection[str]) -> bool:
+        """Whether no other process may go on from this run's state. If some may, it logs which, every so often."""
+        if not self._starts_runs and not engine.accounting.quorum.processes:
+            return False  # the run has not begun, and begins where its folder is
+        others, now_s = [*dict.fromkeys([*engine.successors(), *holders])], time.monotonic()
+        ended = self._membership.ended(others)
+        awaited = [process_name(one) for one in others if one not in ended]
+        if awaited and now_s - self._logged_s > WAIT_LOG_S:
+            self._logged_s = now_s
+            self._log(
+                f"{self._name} waits: {', '.join(awaited)} took part in the last commit and cannot be reached, and may go on "
+                f"beyond a network partition. If they are gone for good, stop this run and resume it"
+            )
+        return not awaited
 
     def _wait(self, exists: bool) -> None:
         """Wait for a moment. Raises MembershipLost if no island has been known to have the state, and the registry has not been
@@ -179,6 +213,9 @@ class Recovery:
         except ExchangeFailed as error:
             self._log(str(error))
             return ""
+        match snapshot.header.get("warm_start"):
+            case [int(tokens), float(loss)]:
+                self.warm_start = tokens, loss
         self._commit_log.from_parts(snapshot.header["commit_log"])
         if self._leader_log is not None:
             self._leader_log.release()  # another island may have written since
@@ -203,7 +240,7 @@ class Recovery:
 
     def _initial_weights(self, engine: ElasticEngine) -> str:
         """The state of a run that has not begun."""
-        if self._leader_log is None:
+        if self._leader_log is None or not self._starts_runs:
             self._answered_s = time.monotonic()
             while not (found := self._fetch_newest(engine, NO_VERSION)):
                 self._wait(bool(self._holders(engine)))

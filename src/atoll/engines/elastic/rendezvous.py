@@ -1,8 +1,9 @@
-"""The one address of an elastic run: torchft's lighthouse, which forms quorums, and the registry of islands beside it.
+"""The address of an elastic run: torchft's lighthouse, which forms quorums, and the registry of islands beside it.
 
 The registry is a TCPStore. Every island puts its status there twice a second and reads the others'. A joiner learns from it what
 the run is and which islands can send a snapshot. No commit depends on it: while the registry is away, training goes on. When the
-rendezvous process dies and comes back on the same ports, islands register again.
+rendezvous process dies and comes back on the same ports, islands register again. When it is lost for good, islands change to a
+standby rendezvous, which a joiner that keeps a copy of the run's folder may run.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
+from atoll.core.verified_files import parse_json
 from atoll.engines.elastic.snapshot_server import IslandStatus
-from atoll.engines.elastic.spec import NAME, JoinInfo
+from atoll.engines.elastic.spec import NAME, JoinInfo, check_address
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import FailureDetector, Heartbeat
 from atoll.engines.rank_store import open_store
@@ -34,7 +36,10 @@ UNREGISTERED_S = 3.0
 FORGOTTEN_S = 60.0
 """An island without a heartbeat for so long is removed from the registry until it registers anew."""
 LIGHTHOUSE_TICK_S = 0.02
-_JOIN_INFO, _NAMES = "join_info", "names"
+PROBE_S, SWITCH_S = 1.0, 5.0
+"""How often islands probe the run's rendezvous where there are several, and how long a silent one is waited for."""
+_MOST_STANDBYS = 16
+_JOIN_INFO, _NAMES, _ENDED = "join_info", "names", "ended"
 _REQUEST_LIMIT_S = 5.0
 
 
@@ -80,7 +85,7 @@ class Rendezvous:
         host, _, wanted = address.rpartition(":")
         # After the lighthouse: a store that chooses its own port must not choose the lighthouse's.
         self._store, port = open_store(host, int(wanted))
-        self.address = f"{host}:{port}"
+        self.address, self.lighthouse = f"{host}:{port}", info.lighthouse
         self._store.set(_JOIN_INFO, info.to_text())
 
     def close(self) -> None:
@@ -117,7 +122,14 @@ class RegistryClient:
     def join_info(self) -> str | None:
         """What the run is; None as long as its rendezvous has not stored it."""
         with self._connected() as store:
-            return store.get(_JOIN_INFO).decode() if store.check([_JOIN_INFO]) else None
+            return store.get(_JOIN_INFO).decode("utf-8", "replace") if store.check([_JOIN_INFO]) else None
+
+    def run_id(self) -> str | None:
+        """The id of the run; None if its rendezvous has stored none."""
+        text = self.join_info()
+        with suppress(ValueError, LookupError, TypeError):
+            return None if text is None else str(parse_json(text)["run_id"])
+        return None
 
     def register(self, status: IslandStatus) -> None:
         key, name = _key(status.name), status.name
@@ -127,6 +139,18 @@ class RegistryClient:
             if new:  # after the status, which a reader of the name asks for
                 store.append(_NAMES, f"{name}\n")
                 self._registered.add(name)
+
+    def report_ended(self, processes: Iterable[str]) -> None:
+        """Report that these processes have ended: islands do not take them for the other side of a partition."""
+        with self._connected() as store:
+            known = {*self.ended()}
+            if new := [process for process in processes if process not in known]:
+                store.append(_ENDED, "".join(f"{process}\n" for process in new))
+
+    def ended(self) -> list[str]:
+        """The processes that were reported to have ended."""
+        with self._connected() as store:
+            return store.get(_ENDED).decode("utf-8", "replace").split() if store.check([_ENDED]) else []
 
     def names(self) -> list[str]:
         """The names that have registered and were not pruned, once per registration."""
@@ -167,11 +191,30 @@ def _key(name: str) -> str:
 
 
 class Registry:
-    """Registers one island's status with each heartbeat, in a thread of its own, and knows which other islands are alive."""
+    """Registers one island's status with each heartbeat, in a thread of its own, and knows which other islands are alive.
 
-    def __init__(self, address: str, status: IslandStatus, log: Callable[[str], object] = lambda text: None) -> None:
+    Islands may run a standby rendezvous, and report it in their status. All islands use the first rendezvous that answers: those in
+    `first`, which are pairs of registry and lighthouse, and then the standbys by address. If two groups of islands use two of them,
+    since a network partition separates them, the rule of the last quorum lets at most one group commit. Where a gateway
+    authenticates the run's machines, islands use no other rendezvous: `first` is None.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        status: IslandStatus,
+        log: Callable[[str], object] = lambda text: None,
+        first: Sequence[tuple[str, str]] | None = (),
+    ) -> None:
         self._client, self._status, self._log = RegistryClient(address), status, log
         self._ignored: set[str] = set()
+        self._first, self._at = dict(first or [(address, "")]), address
+        self._most_standbys = 0 if first is None else _MOST_STANDBYS
+        self._standbys: dict[str, str] = {}
+        self._probes: dict[str, tuple[RegistryClient, float, float]] = {}
+        """By address: a client, since when each probe was answered, and when the last was."""
+        self.on_move: Callable[[str], object] = bool
+        """Called with the address of the lighthouse when this island changes to another rendezvous."""
         self._refreshing = threading.Lock()
         self._detector: FailureDetector[str] = FailureDetector(UNREGISTERED_S)
         self._statuses: dict[str, IslandStatus] = {}
@@ -179,10 +222,12 @@ class Registry:
         """The names at the last refresh."""
         self._pruned_s: dict[str, float] = {}
         """When this island pruned the names of others whose statuses it has not deleted yet."""
+        self._ended: frozenset[str] = frozenset()
         self.reachable_since_s = math.inf
         """Since when every request to the registry has succeeded; infinity if the last one failed."""
         self.refresh()
         self._heartbeat = Heartbeat(lambda number: self.refresh(), interval_s=HEARTBEAT_S)
+        self._prober = Heartbeat(lambda number: self._choose_rendezvous(), interval_s=PROBE_S)
 
     def refresh(self) -> None:
         """Send a heartbeat and read the others'. Threads take turns: a store has one connection and answers in order."""
@@ -207,6 +252,32 @@ class Registry:
             self._log(f"ignores {len(new)} entries of the registry that are of no island of this run: {shown}")
         self._ignored |= names
 
+    def _choose_rendezvous(self) -> None:
+        """Change to the first rendezvous that answers: at once if the present one has been silent for `SWITCH_S`, and if an earlier
+        one answers again, after as long."""
+        places = {**self._first, **{one: self._standbys[one] for one in sorted(self._standbys) if one not in self._first}}
+        if len(places) == 1:
+            return
+        for address in places:
+            client, since_s, answered_s = self._probes.get(address, (RegistryClient(address), math.inf, time.monotonic()))
+            try:
+                answers = client.run_id() == self._status.run  # another run may have the port now
+            except ExchangeFailed:
+                answers = False
+            now_s = time.monotonic()
+            self._probes[address] = (client, min(since_s, now_s), now_s) if answers else (client, math.inf, answered_s)
+        now_s, order = time.monotonic(), [*places]
+        silent = now_s - self._probes[self._at][2] > SWITCH_S
+        for address in order:
+            since_s = self._probes[address][1]
+            if address != self._at and since_s <= now_s and (silent or now_s - since_s > SWITCH_S):
+                with self._refreshing:
+                    self._client, self._at = RegistryClient(address), address
+                self.on_move(places[address])
+                return
+            if address == self._at and not silent:
+                return
+
     def _note_heartbeats(self, names: Collection[str]) -> set[str]:
         """Returns the registered islands that have been silent for so long that no island needs their status."""
         now_s, dead = time.monotonic(), set[str]()
@@ -217,6 +288,11 @@ class Registry:
             # A name without a status counts as silent too: its island died between two requests, or is none of this run.
             status = self._statuses.get(name)
             self._detector.observe(name, None if status is None else status.heartbeat, now_s)
+            if status is not None and status.standby and len(self._standbys) < self._most_standbys:
+                address, _, lighthouse = status.standby.partition(" ")
+                with suppress(ConfigError):  # of what is no pair of addresses
+                    check_address(f"{address},{lighthouse}")
+                    self._standbys[address] = lighthouse
             if now_s - self._detector.heard_s(name) > FORGOTTEN_S:
                 dead.add(name)
         return dead
@@ -237,6 +313,17 @@ class Registry:
         now_s = time.monotonic()
         return {name: status for name, status in self._statuses.items() if self._detector.is_alive(name, now_s)}
 
+    def ended(self) -> frozenset[str]:
+        """The processes that were reported to have ended, as far as this island knows: a restarted registry has no reports yet."""
+        with self._refreshing, suppress(ExchangeFailed):
+            self._ended |= {*self._client.ended()}
+        return self._ended
+
+    def report_own_end(self, process: str) -> None:
+        """Report that this process ends, or that it gives this place in quorums up."""
+        with self._refreshing, suppress(ExchangeFailed):
+            self._client.report_ended([process])
+
     def stateless_since_s(self) -> float:
         """Since when no other live island reports a state. Minus infinity if none has since this island registered; a time in the
         future if one does."""
@@ -244,4 +331,5 @@ class Registry:
         return max((self._detector.heard_s(one.name) + UNREGISTERED_S for one in others), default=-math.inf)
 
     def close(self) -> None:
+        self._prober.close()
         self._heartbeat.close(wait=True)

@@ -64,11 +64,25 @@ class IslandStatus:
     address: str = ""  # of the snapshot server
     phase: IslandPhase = IslandPhase.JOINING
     version: StateVersion = NO_VERSION  # of the published snapshot; set after it, so that a reported state can be fetched
-    exchanging: bool = False  # whether a newer state may be committed at any moment
     confirmed: bool = True  # whether it took part in the commit of the state that it holds, or knows it to be the newest
     suspects: frozenset[str] = frozenset()  # islands that it could not exchange with since its last commit
     heartbeat: int = 0  # counts its registrations
     run: str = ""  # the id of its run
+    process: str = ""  # its identity: a restarted island of the same name has another
+    exchanging: bool = field(init=False, default_factory=bool)  # whether a newer state may be committed at any moment
+    has_copy: bool = field(init=False, default_factory=bool)  # whether its folder is a copy of its own, which it alone writes
+    standby: str = field(init=False, default_factory=str)  # the addresses of registry and lighthouse of a rendezvous that it runs
+    waiting: str = field(init=False, default_factory=str)  # why it does not commit; shown on the console of its machine
+
+    @property
+    def identity(self) -> str:
+        """In a LastQuorum."""
+        return f"{self.process}@{self.address}"
+
+    @property
+    def folder(self) -> str:
+        """Which folder it writes when it leads there: none, the run's own, or its copy."""
+        return self.name if self.has_copy else "run" if self.has_folder else ""
 
     def to_json(self) -> dict[str, Any]:
         version = NO_VERSION if self.phase is IslandPhase.JOINING else self.version
@@ -84,7 +98,9 @@ class IslandStatus:
             converted = {"phase": IslandPhase(sent["phase"]), "version": StateVersion.of(sent["version"])}
         except (ValueError, RecursionError):
             return None
-        return IslandStatus(**{**sent, **converted, "suspects": frozenset(map(str, sent["suspects"]))})
+        status = IslandStatus(sent["name"], sent["has_folder"])
+        vars(status).update(sent, **converted, suspects=frozenset(map(str, sent["suspects"])))
+        return status
 
 
 _STATUS_TYPES = {name: type(value) for name, value in json.loads(json.dumps(IslandStatus("", False).to_json())).items()}
@@ -129,6 +145,19 @@ class DirectNetwork:
         if not host or not port.isdecimal():
             raise ConnectionError(f"{address[:80]!r} is not HOST:PORT")
         return socket.create_connection((host, int(port)), timeout=limit_s)
+
+    def refuses(self, address: str) -> bool:
+        """Whether this address is of this machine, whose kernel says that no process listens there. A refusal of another machine
+        proves nothing: a firewall or a proxy may have sent it."""
+        if address.rpartition(":")[0] != self.host:
+            return False
+        try:
+            DirectNetwork.dial(self, address, QUERY_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
 
     def serve(self, adopt: Callable[[socket.socket], object]) -> None:
         """Pass connections on that reach this island by another way than its own port."""

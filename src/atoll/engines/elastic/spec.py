@@ -46,6 +46,8 @@ class Elastic(ProcessSpec):
             reaches the ports is admitted, and islands connect to each other on any port.
         devices: of each island. They share each of its batches, and its steps equal those of one device.
         join_timeout_s: of a joiner: how long it looks for a run whose name or address appears late; 0: it tries once.
+        rescue_dir: a joiner that ends with the newest state, and reaches no island with the run's folder, saves the state in this
+            new folder; none: atoll-rescue-RECIPE-DATE in its working directory.
     """
 
     name: ClassVar[str] = "elastic"
@@ -62,6 +64,7 @@ class Elastic(ProcessSpec):
     network: Literal["tls", "trusted"] = "tls"
     devices: int = 1
     join_timeout_s: Timeout = 0.0
+    rescue_dir: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,13 +149,13 @@ def is_dialled(address: str) -> bool:
 
 
 def check_address(address: str) -> None:
-    """Refuse what is no address of a run.
+    """Refuse what is no address of a run, or not several of them with commas between.
 
     >>> check_address("localhost")
     Traceback (most recent call last):
     atoll.core.errors.ConfigError: --join localhost: it is HOST:PORT, ...
     """
-    if not is_dialled(address):
+    if not all(map(is_dialled, address.split(","))):
         raise ConfigError(
             f"--join {shown_text(address)}: it is HOST:PORT over IPv4, such as 192.0.2.7:7000, the address that the run printed "
             f"when it started, or a join file. Copy it from there."
@@ -168,6 +171,13 @@ class JoinInfo:
     lighthouse: str  # its address
     registry: str = ""  # its address, where the run has a gateway: these two then listen on loopback
     run_id: str = ""
+    first: tuple[str, str] | None = None  # of a standby rendezvous: the addresses of the run's own registry and lighthouse
+
+    def places(self, address: str) -> tuple[tuple[str, str], ...]:
+        """The addresses of registry and lighthouse, in the order in which islands use them, where this is what the rendezvous at
+        `address` has published."""
+        here = (address, self.lighthouse)
+        return (here,) if self.first is None or self.first == here else (self.first, here)
 
     @staticmethod
     def former(path: Path) -> JoinInfo | None:
@@ -178,7 +188,7 @@ class JoinInfo:
             return None
 
     def to_text(self) -> str:
-        record = {"run": to_json(self.run), "spec": asdict(self.spec), "atoll": version("atoll")}
+        record = {"run": to_json(self.run), "spec": asdict(self.spec), "atoll": version("atoll"), "first": self.first}
         return json.dumps({**record, "lighthouse": self.lighthouse, "registry": self.registry, "run_id": self.run_id})
 
     @staticmethod
@@ -193,8 +203,13 @@ class JoinInfo:
                     f"version: install {theirs} here."
                 )
             settings = {name: from_json(value, name, hints_of(Elastic)[name]) for name, value in record["spec"].items()}
-            texts = [str(record[name]) for name in ("lighthouse", "registry", "run_id")]
-            return JoinInfo(from_json(record["run"], hint=Run), Elastic(**settings), *texts)
+            lighthouse, registry, run_id = (str(record[name]) for name in ("lighthouse", "registry", "run_id"))
+            first = None
+            if record["first"] is not None:
+                own_registry, own_lighthouse = map(str, record["first"])
+                check_address(f"{own_registry},{own_lighthouse}")
+                first = own_registry, own_lighthouse
+            return JoinInfo(from_json(record["run"], hint=Run), Elastic(**settings), lighthouse, registry, run_id, first)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"what describes the run to a joiner cannot be read ({one_line(error)}). Start the run again with this version of "

@@ -114,9 +114,10 @@ def combine_checksums(sums: Iterable[int], text: str = "") -> int:
 
 
 def state_digest(shared: Mapping[str, Any], metadata: Mapping[str, Any]) -> int:
-    """The digest of all that islands replicate: the algorithm's shared fields, leases, validator and membership."""
+    """The digest of all that islands replicate: the algorithm's shared fields, leases, validator, membership and last quorum."""
     sums = checksums([tree.flat for tree in trees(shared)])
-    return combine_checksums(sums, json.dumps([metadata[name] for name in ("leases", "validator", "known", "present")]))
+    names = [name for name in ("leases", "validator", "known", "present", "quorum") if name in metadata]  # older ones lack the last
+    return combine_checksums(sums, json.dumps([metadata[name] for name in names]))
 
 
 def refuse_unreplicated(algorithm: Any, state: Any) -> None:

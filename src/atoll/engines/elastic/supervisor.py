@@ -22,11 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atoll.core.errors import AtollError, ExchangeFailed, is_disk_full
+from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed, is_disk_full
 from atoll.core.events import read_event
 from atoll.core.protocols import Sink
 from atoll.core.verified_files import write_text
-from atoll.engines.elastic.leader_event_log import WARNING
+from atoll.engines.elastic.leader_event_log import QUORUM_FILE, WARNING
+from atoll.engines.elastic.membership import new_process
 from atoll.engines.elastic.rendezvous import RegistryClient, free_port
 from atoll.engines.elastic.run_identity import run_id_of
 from atoll.engines.elastic.spec import Elastic, JoinInfo
@@ -43,6 +44,8 @@ _SHUTDOWN_S = 5.0
 """Processes that were asked to end are killed after this time."""
 REFUSED, STATELESS = 2, 4
 """Exit codes: of a process that refuses its task, and of an island that found no state to start from, or none that it can read."""
+_REPORT_S, _REPORTED = 0.3, 256
+"""How often the ends of islands are reported, and how many of each."""
 _MAX_EARLY_DEATHS, _EARLY_S = 5, 10.0
 """A process that dies this often in a row, each time this soon after its start, is not restarted."""
 _PROBE_S = 1.0
@@ -92,7 +95,9 @@ class Child:
     name: str
     command: Sequence[str]
     log: Path  # of its output
+    is_island: bool = False
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    processes: list[str] = field(default_factory=list, init=False)  # identities of an island's processes so far
     starts: int = field(default=0, init=False)
     started_s: float = field(default=0.0, init=False)  # the last time
     early_deaths: int = field(default=0, init=False)  # in a row
@@ -112,11 +117,14 @@ class Child:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         if not self.starts and self.log.exists():
             self.read_bytes = self.log.stat().st_size  # the warnings of an earlier run were shown then
+        process = new_process(self.name)
+        command = [*self.command, "--process", process] if self.is_island else self.command
         with open(self.log, "ab") as log:
             # Its input is a pipe that the supervisor never writes to: it ends when the supervisor does, however that may be.
             self.process = subprocess.Popen(
-                self.command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env={**_QUIET, **os.environ}
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env={**_QUIET, **os.environ}
             )
+        self.processes.append(process)
         self.starts += 1
         self.started_s, self.restart_s = time.monotonic(), None
         self.killed_for_memory = _killed_for_memory()
@@ -290,7 +298,7 @@ class Supervisor:
 
     def _child(self, name: str, *arguments: str) -> Child:
         command = [sys.executable, "-m", "atoll", *arguments]
-        return Child(name, self._hooks.command(name, command), log_of(self._folder, name))
+        return Child(name, self._hooks.command(name, command), log_of(self._folder, name), is_island=arguments[0] == "island")
 
     @property
     def _children(self) -> list[Child]:
@@ -304,6 +312,7 @@ class Supervisor:
                 processes have been stopped.
         """
         self.health = RendezvousHealth(self._lighthouse, self._registry)
+        ends = EndReports(self._folder, self._registry, self.islands, self._warn)
         try:
             for child in self._children:
                 child.start()
@@ -314,6 +323,7 @@ class Supervisor:
         finally:
             self.health.close()
             _stop(self._children)
+            ends.close()
         if not RunFolder(self._folder).finished:
             lost = "; ".join(f"{child.name}: {child.given_up}" for child in self.islands if child.given_up)
             raise IslandFailed(
@@ -434,6 +444,39 @@ def _stop(children: Sequence[Child]) -> None:
             process.wait()
     for child in children:
         child.release()
+
+
+class EndReports:
+    """Reports processes of this machine's islands that have ended to the registry, so that other islands do not take them for the
+    other side of a partition; and warns if islands wait. Processes of an earlier supervisor of this folder have ended with it."""
+
+    def __init__(self, folder: Path, address: str, islands: Sequence[Child], warn: Callable[[str], object]) -> None:
+        self._registry, self._islands, self._warn = RegistryClient(address), islands, warn
+        self._path = folder / "processes.txt"
+        self._before = self._path.read_text("utf-8", "replace").split()[-_REPORTED:] if self._path.exists() else []
+        self._written = len(self._before)
+        (folder / QUORUM_FILE).unlink(missing_ok=True)  # a run that is resumed begins with the islands that are started now
+        self._heartbeat = Heartbeat(lambda number: self._report(), interval_s=_REPORT_S)
+
+    def _report(self) -> None:
+        started, ended = [*self._before], [*self._before]
+        for child in self._islands:
+            processes = child.processes[-_REPORTED:]  # read first: the child may be restarted while its exit code is read
+            started += processes
+            ended += processes if child.exit_code is not None else processes[:-1]
+        with suppress(CheckpointError):  # on a full disk; the next supervisor cannot report these
+            if len(started) != self._written:
+                write_text(self._path, "".join(f"{process}\n" for process in started), CheckpointError)
+                self._written = len(started)
+        with suppress(ExchangeFailed):
+            self._registry.report_ended(ended)
+            own = {child.name for child in self._islands}.intersection(self._registry.names())
+            for name, status in self._registry.statuses(sorted(own)).items():
+                if status.waiting:
+                    self._warn(f"{name}: {status.waiting}")
+
+    def close(self) -> None:
+        self._heartbeat.close()
 
 
 class LogTail:
