@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from atoll.engines.elastic.snapshot_server import SnapshotServer, dial_address
+from atoll.engines.elastic.snapshot_server import DirectNetwork, SnapshotServer
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.point_to_point import PeerUnreachable, transport_for
 from atoll.engines.socket_transport import AcceptedConnections, SocketGroup, connect_group
@@ -259,7 +259,7 @@ def connect_all(servers, key="0123abcd", limit_s=10.0, cut=(), who=None):
         def dial(other, limit_s):
             if {name, other} in map(set, cut):
                 raise ConnectionRefusedError(f"{other} refused")
-            return dial_address(servers[other].address, limit_s)
+            return DirectNetwork("").dial(servers[other].address, limit_s)
 
         try:
             return connect_group(names, names.index(name), key, dial, servers[name].accepted, limit_s)
@@ -304,7 +304,7 @@ def test_a_missing_member_fails_the_group_within_the_limit(servers):
 def test_connections_of_a_finished_key_are_closed(servers):
     made = servers("ab")
     assert len(gathered(connect_all(made))) == 2
-    late = dial_address(made["a"].address, 5.0)
+    late = DirectNetwork("").dial(made["a"].address, 5.0)
     late.sendall(b"exchange 0123abcd 1\n")
     assert late.recv(1) == b""
 
@@ -332,7 +332,7 @@ def test_a_server_keeps_a_bounded_number_of_connections_for_a_bounded_time():
 )
 def test_a_server_closes_what_is_no_query_and_dials_only_its_quorum(servers, line):
     made = servers("ab")
-    with dial_address(made["a"].address, 5.0) as client:
+    with DirectNetwork("").dial(made["a"].address, 5.0) as client:
         client.sendall(line + b"\n")
         with suppress(ConnectionResetError):
             assert client.recv(1) == b""
