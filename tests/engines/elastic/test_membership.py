@@ -177,9 +177,10 @@ def test_the_lighthouses_kill_route_kills_no_island(quorum):
     host, _, port = quorum.lighthouse.rpartition(":")
     killed = []
     for member in quorum.members:
-        connection = http.client.HTTPConnection(host, int(port), timeout=20)
-        connection.request("POST", f"/replica/{urllib.parse.quote(member._own_id, safe='')}/kill")
-        killed.append(connection.getresponse().status)
+        with closing(http.client.HTTPConnection(host, int(port), timeout=20)) as connection:
+            connection.request("POST", f"/replica/{urllib.parse.quote(member._own_id, safe='')}/kill")
+            with connection.getresponse() as answer:
+                killed.append(answer.status)
     assert killed == [500, 500], "it found the replica, and could not reach it"
     assert form(quorum.members)[0].names == ("a", "b")
 
