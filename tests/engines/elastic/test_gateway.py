@@ -104,10 +104,10 @@ def wait_until(condition):
 
 def test_a_member_reaches_a_service_and_every_byte_arrives_both_ways(site):
     data = os.urandom(5_000_000).replace(b".", b",") + b"."  # which the echo takes for the end
-    with site.client().open("registry", LIMIT_S) as stream, ThreadPoolExecutor(1) as pool:
+    plain, end = socket.socketpair()
+    with site.client().open("registry", LIMIT_S) as stream, plain, ThreadPoolExecutor(2) as pool:
         assert stream.version() == "TLSv1.3"
-        plain, stream_two = socket.socketpair()
-        threading.Thread(target=splice, args=(stream, stream_two), daemon=True).start()
+        pool.submit(splice, stream, end)
         sending = pool.submit(plain.sendall, data)
         received = bytearray()
         while len(received) < len(data):
@@ -126,11 +126,12 @@ def test_a_half_closed_stream_still_carries_the_answer(site):
     with closing(Late()) as late:
         site.gateway._services["late"] = late.port
         one, two = socket.socketpair()
-        threading.Thread(target=splice, args=(two, site.client().open("late", LIMIT_S)), daemon=True).start()
-        one.sendall(b"ab")
-        one.shutdown(socket.SHUT_WR)
-        one.settimeout(LIMIT_S)
-        assert b"".join(iter(lambda: one.recv(9), b"")) == b"ba"
+        with one, ThreadPoolExecutor(1) as pool:
+            pool.submit(splice, two, site.client().open("late", LIMIT_S))
+            one.sendall(b"ab")
+            one.shutdown(socket.SHUT_WR)
+            one.settimeout(LIMIT_S)
+            assert b"".join(iter(lambda: one.recv(9), b"")) == b"ba"
 
 
 def test_islands_reach_each_other_by_dialling_out_only(site):
@@ -150,8 +151,8 @@ def test_islands_reach_each_other_by_dialling_out_only(site):
         for _ in range(12):  # more than wait at a time
             assert query_status("box-2", status.address, LIMIT_S, networks[0]) == status
         assert query_status("box-3", "island:box-3", 0.3, networks[0]) is None, "no such island"
-        another = GatewayNetwork(site.client(name="box-1"), "run-0000000000000000", refused=pytest.fail)
-        assert query_status("box-2", status.address, LIMIT_S, another) is None, "of another run"
+        with closing(GatewayNetwork(site.client(name="box-1"), "run-0000000000000000", refused=pytest.fail)) as another:
+            assert query_status("box-2", status.address, LIMIT_S, another) is None, "of another run"
 
 
 def test_a_forwarded_port_leads_to_the_service(site):
@@ -228,7 +229,7 @@ def test_a_join_file_cannot_pose_as_the_run(site, tmp_path):
     server = socket.create_server((HOST, 0))
 
     def pose():
-        with suppress(OSError), server.accept()[0] as connection:
+        with server, suppress(OSError), server.accept()[0] as connection:
             member.server_context().wrap_socket(connection, server_side=True)
 
     threading.Thread(target=pose, daemon=True).start()
@@ -243,7 +244,8 @@ def test_a_revoked_join_file_loses_its_connections_and_gets_no_new_ones(site):
     joined = GatewayNetwork(site.client(bad), "", refused=lambda error: ended.set())
     joined.serve(lambda stream: stream.close())
     RunSecrets.revoke(site.folder, bad.identity)
-    assert streams[1].recv(1) == b""
+    with streams[1] as stream:
+        assert stream.recv(1) == b""
     assert ended.wait(LIMIT_S), "the island ends"
     assert echoes(streams[0])
     with pytest.raises(GatewayRefused, match=f"the join file {bad.identity} was revoked"):
@@ -255,7 +257,8 @@ def test_after_a_rotation_only_new_join_files_are_admitted(site):
     old = site.invite()
     stream = site.client(old).open("registry", LIMIT_S)
     RunSecrets.rotate(site.folder)
-    assert stream.recv(1) == b""
+    with stream:
+        assert stream.recv(1) == b""
     wait_until(lambda: site.logged)
     with pytest.raises(WrongGateway):
         site.client(old).open("registry", LIMIT_S)

@@ -183,8 +183,8 @@ def test_the_lighthouses_kill_route_kills_no_island(quorum):
     for member in quorum.members:
         with closing(http.client.HTTPConnection(host, int(port), timeout=20)) as connection:
             connection.request("POST", f"/replica/{urllib.parse.quote(member._own_id, safe='')}/kill")
-            with connection.getresponse() as response:
-                killed.append(response.status)
+            with connection.getresponse() as answer:
+                killed.append(answer.status)
     assert killed == [500, 500], "it found the replica, and could not reach it"
     assert form(quorum.members)[0].names == ("a", "b")
 

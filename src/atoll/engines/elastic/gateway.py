@@ -138,6 +138,9 @@ class Gateway:
         self._listener.close()
         with self._lock:
             self._drop([*self._unauthenticated, *self._connections])
+            for connection in [one for _, waiting in self._islands.values() for one in waiting]:
+                self._forget(connection)  # it has no thread
+            self._islands.clear()
 
     def _drop(self, connections: Sequence[ssl.SSLSocket]) -> None:
         """End these connections; their threads close them."""
@@ -263,6 +266,8 @@ class Gateway:
             raise _Refusal(f"{asked['name']} is the name of another island")
         _send_line(connection, ok=True)
         with self._lock:
+            if self._closed.is_set():
+                raise ConnectionError("the gateway is closed")
             self._islands.setdefault(asked["name"], (owner, waiting))
             waiting.append(connection)
             self._lock.notify_all()
@@ -426,7 +431,9 @@ class GatewayNetwork(DirectNetwork):
         refused: Callable[[Exception], object],
     ) -> None:
         self._client, self._refused, self._is_local = client, refused, bool(registry)
-        self._closed = threading.Event()
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._to_close: set[socket.socket] = set()
+        """Listeners, and streams that wait to be used."""
         if not self._is_local:
             registry, lighthouse = (self._forward(service) for service in ("registry", "lighthouse"))
         super().__init__(LOOPBACK, registry, lighthouse, run_id)
@@ -468,8 +475,7 @@ class GatewayNetwork(DirectNetwork):
             try:
                 stream = self._client.open("serve", HANDSHAKE_S)
                 pause_s = _RETRY_S
-                stream.settimeout(None)  # until it is used; keepalive finds a gateway that is gone
-                if stream.recv(1) == _STREAM:
+                if self._is_used(stream):
                     adopt(stream)
                 else:
                     stream.close()
@@ -483,9 +489,26 @@ class GatewayNetwork(DirectNetwork):
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
 
+    def _is_used(self, stream: ssl.SSLSocket) -> bool:
+        """Wait until the gateway hands this stream out. Keepalive finds a gateway that is gone."""
+        with self._lock:
+            if self._closed.is_set():
+                return False
+            self._to_close.add(stream)
+        try:
+            stream.settimeout(None)
+            return stream.recv(1) == _STREAM
+        except OSError:
+            return False
+        finally:
+            with self._lock:
+                self._to_close.discard(stream)
+
     def _forward(self, service: str) -> str:
         """A port on loopback that leads to this service, for libraries that open connections themselves."""
         listener, free = socket.create_server((LOOPBACK, 0), backlog=64), threading.BoundedSemaphore(_MAX_FORWARDED)
+
+        self._to_close.add(listener)
 
         def serve(accepted: socket.socket) -> None:
             with free:
@@ -497,17 +520,22 @@ class GatewayNetwork(DirectNetwork):
                 splice(accepted, stream)
 
         def accept() -> None:
-            while not self._closed.is_set():
-                with suppress(OSError):
-                    with free:  # waits while there are too many
-                        accepted, _ = listener.accept()
-                    threading.Thread(target=serve, args=(accepted,), name=f"to {service}", daemon=True).start()
+            with listener:
+                while not self._closed.is_set():
+                    with suppress(OSError):
+                        with free:  # waits while there are too many
+                            accepted, _ = listener.accept()
+                        threading.Thread(target=serve, args=(accepted,), name=f"to {service}", daemon=True).start()
 
         threading.Thread(target=accept, name=f"forwards to {service}", daemon=True).start()
         return f"{LOOPBACK}:{listener.getsockname()[1]}"
 
     def close(self) -> None:
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
+            for one in self._to_close:
+                with suppress(OSError):
+                    socket.socket.shutdown(one, socket.SHUT_RDWR)  # its thread wakes, and closes it
 
 
 def local_network(info: JoinInfo, folder: Path, name: str, refused: Callable[[Exception], object]) -> GatewayNetwork:
