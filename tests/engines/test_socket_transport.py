@@ -304,9 +304,9 @@ def test_a_missing_member_fails_the_group_within_the_limit(servers):
 def test_connections_of_a_finished_key_are_closed(servers):
     made = servers("ab")
     assert len(gathered(connect_all(made))) == 2
-    late = dial_address(made["a"].address, 5.0)
-    late.sendall(b"exchange 0123abcd 1\n")
-    assert late.recv(1) == b""
+    with dial_address(made["a"].address, 5.0) as late:
+        late.sendall(b"exchange 0123abcd 1\n")
+        assert late.recv(1) == b""
 
 
 def test_a_server_keeps_a_bounded_number_of_connections_for_a_bounded_time():

@@ -18,7 +18,7 @@ from typing import TypeAlias
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 
-LARGEST_FACTOR = 1e18
+LARGEST_FACTOR = 1e19
 """Of float32, whose largest number is 3.4e38: a rule multiplies two such factors, or divides one by a rest such as 1 - beta."""
 
 
