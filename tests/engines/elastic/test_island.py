@@ -202,7 +202,7 @@ def test_algorithms_that_cannot_be_elastic_are_refused(recipe, settings, says, t
     [
         ({"processes": 0}, "at least 1"),
         ({"step_delay": -1.0}, "0 or more"),
-        ({"quorum_timeout_s": 0.0}, "more than 0"),
+        ({"quorum_timeout_s": 0.0}, "at least 0.001"),
         ({"max_delta_ratio": 1.0}, "more than 1"),
         ({"heartbeat_timeout_s": 0.2}, "at least 0.5"),
     ],

@@ -20,7 +20,7 @@ from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault
 from tests.samples import arrived
 
-AT_ONCE = Ray(hub_timeout_s=1e-3, processes=2)
+AT_ONCE = Ray(hub_timeout_s=0.001, processes=2)
 
 
 @pytest.fixture
