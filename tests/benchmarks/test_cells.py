@@ -18,7 +18,7 @@ def test_rows_with_the_same_run_share_a_cell_that_runs_once(b, small, lines_of, 
 
 def test_a_run_that_diverges_is_recorded_and_affects_only_its_row(b, small, lines_of, tmp_path):
     good = b.cells.Row(recipe="demo-diloco", base=tuple(small))
-    bad = b.cells.Row(recipe="demo-diloco", base=tuple(small), settings=("optimizer.lr=1e30", "train.warm_start_steps=0"))
+    bad = b.cells.Row(recipe="demo-diloco", base=tuple(small), settings=("optimizer.lr=1e18", "train.warm_start_steps=0"))
     found = b.cells.run_rows({"good": good, "bad": bad}, [0], b.record.Record(tmp_path), "", quiet=True)
     assert found["good"].loss is not None
     assert found["bad"].loss is None

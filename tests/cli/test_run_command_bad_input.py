@@ -91,7 +91,7 @@ def test_bad_settings_are_refused_with_one_sentence_and_leave_no_folder(atoll, t
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run", "--join", "nowhere.invalid:7000"], "no run answers there"),
+        (["run", "--join", "nowhere.invalid:7000", *sets("engine.network=trusted")], "no run answers there"),
         (["run", "--join", "127.0.0.1:1"], "let the joiner wait: --set engine.join_timeout_s=600"),
         (["run", "--join", "[::1]:7000"], "over IPv4"),
         (["run", "demo-diloco", *sets("data.tokenizer=bpe:99999999999")], "at most 1,048,576"),

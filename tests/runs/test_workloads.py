@@ -29,7 +29,7 @@ from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster, Link
 from atoll.runs.folder import RunFolder
 from atoll.runs.generate import generate
-from atoll.runs.run_settings import Keep, Run, Train, candidates
+from atoll.runs.run_settings import Keep, Run, Train, candidates, choose_computing, here
 from atoll.runs.workloads import ToyWorkload, data_fingerprint, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import read_events
 from atoll.testing.simulated_runs import Regression
@@ -154,7 +154,8 @@ def test_on_links_that_take_no_time_a_round_takes_as_long_as_the_slowest_island_
 
 
 def test_the_settings_in_the_folder_are_the_runs(straight):
-    assert RunFolder.open(straight.folder).run == TOY
+    chosen, _ = choose_computing(TOY, here(TOY))
+    assert RunFolder.open(straight.folder).run == replace(TOY, train=chosen)
 
 
 class Fuse:

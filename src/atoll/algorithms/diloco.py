@@ -100,9 +100,7 @@ class DiLoCo:
         state = await peers.catch_up(state)
         origin = state.params if self.missed == "global" else last_agreed
         # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
-        delta = prune(origin - replica.params(), self.pruned, self.pruning)
-        if state.unsent is not None:
-            delta.add_(state.unsent, self.feedback)
+        delta = self._pruned(origin - replica.params(), state.unsent)
 
         weight = self._weight(work)
         mean = await self._merge(delta, weight, peers, encoding_of(self.codec, work, peers))
@@ -113,6 +111,11 @@ class DiLoCo:
             return replace(state, local=None)
         params, outer = self.outer.update(state.params, mean.value, state.outer)
         return DiLoCoState(params, outer, unsent=mean.unsent if self.feedback else None)
+
+    def _pruned(self, delta: Tree, unsent: Tree | None) -> Tree:
+        """The pruned delta, and what the codec left out of the last ones."""
+        delta = prune(delta, self.pruned, self.pruning)
+        return delta if unsent is None else delta.add(unsent, self.feedback)
 
     async def _merge(self, delta: Tree, weight: float, peers: Peers, encoding: Encoding | None) -> Mean:
         if self.merge == "mean":

@@ -31,8 +31,8 @@ from atoll.core.protocols import Mean, Peers, Replica, Rule, own, shared
 from atoll.optim.codecs import CodecName, check_feedback, encoding_of
 from atoll.optim.sgd import Nesterov
 
-Split = Literal["contiguous", "balanced", "strided"]
-Ranges = tuple[tuple[int, int], ...]
+FragmentSplit = Literal["contiguous", "balanced", "strided"]
+FragmentRanges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Streaming:
     fragments: int = 4
     overlap: int = 1
     mixing: float = 0.0
-    split: Split = "contiguous"
+    split: FragmentSplit = "contiguous"
     outer: Rule = Nesterov(lr=0.4, momentum=0.9)
     codec: CodecName = "fp32"
     feedback: float = 1.0
@@ -99,8 +99,7 @@ class Streaming:
     async def round(self, state: StreamingState, replica: Replica, peers: Peers) -> StreamingState:
         work, done = peers.work(self.inner_steps), 0
         state = await peers.catch_up(state)
-        # A fragment is changed in place, in a buffer that no one else reads.
-        state = replace(state, params=state.params.claim() if state.params.donated else state.params.copy())
+        state = replace(state, params=state.params.copy())  # once a round; its fragments are then replaced one by one
         replica.load(state.params if state.local is None else state.local)
         flights: dict[int, Awaitable[Mean]] = {}
         for step, sends, fragment in self._calendar():
@@ -151,7 +150,7 @@ class Streaming:
             return tuple(self.inner_steps * (number + 1) // count - self.overlap for number in range(count))
         return tuple(last * number // max(1, count - 1) for number in range(count))
 
-    def _ranges(self, params: Tree) -> tuple[Ranges, ...]:
+    def _ranges(self, params: Tree) -> tuple[FragmentRanges, ...]:
         return fragment_ranges(params.layout, self.fragments, self.split)
 
 
@@ -160,7 +159,7 @@ def _with(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=64)
-def fragment_ranges(layout: Layout, fragments: int, split: Split) -> tuple[Ranges, ...]:
+def fragment_ranges(layout: Layout, fragments: int, split: FragmentSplit) -> tuple[FragmentRanges, ...]:
     """Where each fragment lies in the buffer."""
     if split == "contiguous":
         found: list[list[tuple[int, int]]] = [[shard_range(layout.numel, number, fragments)] for number in range(fragments)]

@@ -19,12 +19,15 @@ from typing import IO, Any
 from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import AtollError, CheckpointError, ConfigError, one_line
 
+UNFINISHED = ".unfinished"
+"""Ends the names of files that are being written."""
+
 
 @contextmanager
 def replacing(path: Path, error: type[AtollError]) -> Iterator[IO[bytes]]:
     """A file to write to. It replaces `path` when it is complete and on the disk. If it cannot be written, it is removed, the old
     file stays, and `error` is raised."""
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with open(unfinished, "xb") as file:
             yield file

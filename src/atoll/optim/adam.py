@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Literal, NamedTuple, TypeAlias
 
 from atoll.core.chunked_elementwise import elementwise
@@ -22,7 +23,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
 from atoll.optim.in_place import Moments, check_layouts, fused_adamw, release_donated, rule_update
-from atoll.optim.schedules import Schedule, at, at_least_zero, below_one, check_lr
+from atoll.optim.schedules import LARGEST_FACTOR, Schedule, at, at_least_zero, below_one, check_lr
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of a buffer, as (start, stop), in order
 
@@ -74,8 +75,7 @@ class AdamW:
                 f'decay={shown(self.decay)} is neither "matrices" nor "all". To let nothing decay, set weight_decay=0.'
             )
         check_types(self)
-        _check(self.lr, self.betas, self.eps)
-        at_least_zero("weight_decay", self.weight_decay)
+        _check(self.lr, self.betas, self.eps, self.weight_decay)
 
     def init(self, params: Tree) -> AdamState:
         return AdamState(step=0, mean=params.zeros(), square=params.zeros())
@@ -155,8 +155,12 @@ def _adam(
     return next_params, AdamState(t, mean, square)
 
 
-def _check(lr: float | Schedule, betas: tuple[float, float], eps: float) -> None:
+def _check(lr: float | Schedule, betas: tuple[float, float], eps: float, weight_decay: float = 0.0) -> None:
     check_lr(lr)
     below_one("betas[0]", betas[0])
     below_one("betas[1]", betas[1])
     at_least_zero("eps", eps)
+    at_least_zero("weight_decay", weight_decay)
+    for name, value in (("lr", getattr(lr, "lr", lr)), ("weight_decay", weight_decay)):  # of a schedule, its peak
+        if isinstance(value, Real) and value > LARGEST_FACTOR:
+            raise ConfigError(f"{name}={value} must be at most {LARGEST_FACTOR:g}: Adam's rates are quotients and products of it.")

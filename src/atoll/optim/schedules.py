@@ -18,14 +18,15 @@ from typing import TypeAlias
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 
+_FLOAT32_MAX = 3.4e38
 LARGEST_FACTOR = 1e18
-"""Of float32, whose largest number is 3.4e38: a rule multiplies two such factors, or divides one by a rest such as 1 - beta."""
+"""Of a number that a rule multiplies by another, or divides by a small rest such as 1 - beta, before float32 holds it."""
 
 
 def at_least_zero(name: str, value: float) -> None:
     """Raises ConfigError unless this can be a rate or a small constant."""
-    if not 0 <= value <= LARGEST_FACTOR:
-        raise ConfigError(f"{name}={value} must be a number of at least 0 and at most {LARGEST_FACTOR:g}. Use 0 to switch it off.")
+    if not 0 <= value < _FLOAT32_MAX:
+        raise ConfigError(f"{name}={value} must be a number of at least 0 that fits into float32. Use 0 to switch it off.")
 
 
 def below_one(name: str, value: float) -> None:

@@ -26,7 +26,7 @@ import atoll
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import joined
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.verified_files import DIGESTS, check_digests, open_to_append, write_digests, write_record
+from atoll.core.verified_files import DIGESTS, UNFINISHED, check_digests, open_to_append, write_digests, write_record
 from atoll.runs.run_settings import Run
 from atoll.telemetry.run_progress import RUN_FORMAT, read_settings
 from atoll.telemetry.summary import read_summary
@@ -67,12 +67,13 @@ class RunFolder:
         return folder
 
     def _refuse_contents(self) -> None:
-        """Raise ConfigError if the path holds something other than the lock of a process that creates the folder."""
+        """Raise ConfigError if the path holds something else than the lock, and a file being written, of a process that creates
+        the folder."""
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file, and a run needs a folder of its own. Use {_ANOTHER}.")
         with _writing(self.path):
             found = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
-        if found - {_LOCK}:
+        if {name for name in found if not name.endswith(UNFINISHED)} - {_LOCK}:
             what, advice = "a folder that is not empty", f"Use {_ANOTHER}."
             if self.settings.is_file():
                 what, advice = "a run's folder", f"Use --resume (in Python atoll.resume) to continue it, or {_ANOTHER}."

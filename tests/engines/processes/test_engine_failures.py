@@ -119,7 +119,7 @@ def error_text(group, algorithm, workload, steps):
 
 def test_weights_that_are_no_longer_finite_end_the_run_on_all_ranks(four):
     """The outer step overflows, though every loss was finite."""
-    algorithm = DiLoCo(inner_steps=2, outer=SGD(lr=1e38))
+    algorithm = DiLoCo(inner_steps=2, outer=SGD(lr=1e18))
     for error, *_ in four.run(attempted, algorithm, Regression(), 8, size=2):
         assert isinstance(error, TrainingDiverged)
 

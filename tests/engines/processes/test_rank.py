@@ -30,6 +30,7 @@ from atoll.engines.processes.spec import Processes
 from atoll.engines.run_lifecycle import RunRequest, RunTask, resume, run as run_in_folder
 from atoll.engines.spec import read_spec
 from atoll.runs.folder import RunFolder
+from atoll.runs.run_settings import choose_computing, here
 from atoll.telemetry.event_log import read_events
 from atoll.testing.simulated_runs import Regression
 from tests.process_pool import context_of, outcomes
@@ -223,7 +224,8 @@ def test_rank_0_creates_the_folder_and_the_others_read_its_plan_and_its_timeout(
         assert store.timeout == timedelta(seconds=77)
         with pytest.raises(ConfigError, match="in use"):
             published(HashStore(), request(None, folder), 2)
-    assert RunFolder.open(folder).run == plan.run == fitted(small(), 2)
+    run = fitted(small(), 2)
+    assert RunFolder.open(folder).run == plan.run == replace(run, train=choose_computing(run, here(run))[0])
     assert read_spec(folder) == Processes(processes=2, start_timeout_s=77.0)
 
 

@@ -20,7 +20,7 @@ from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import CHAOS_LOG, FaultScript, Kill, TimedFault
 from tests.samples import arrived
 
-AT_ONCE = Ray(hub_timeout_s=1e-9, processes=2)
+AT_ONCE = Ray(hub_timeout_s=0.001, processes=2)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_run_is_not_resumed_while_an_earlier_hub_writes(folder):
     hub = os.open(folder.path / "hub.lock", os.O_WRONLY | os.O_CREAT)
     fcntl.flock(hub, fcntl.LOCK_EX)
     before, task = folder.events.read_bytes(), RunTask(run=folder.run, spec=AT_ONCE, folder=folder)
-    with pytest.raises(ExchangeFailed, match=r"after 1e-09 s \(engine.hub_timeout_s\).*end it, and resume"):
+    with pytest.raises(ExchangeFailed, match=r"after 0.001 s \(engine.hub_timeout_s\).*end it, and resume"):
         RayDriver(task, AT_ONCE).carry_out()
     assert folder.events.read_bytes() == before
     os.close(hub)

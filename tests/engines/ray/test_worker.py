@@ -81,7 +81,7 @@ def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None, workload=
         name: SimpleNamespace(remote=getattr(hub, name)) for name in ("register", "pull", "round_started", "push", "weights_lost")
     }
     if run is None:
-        algorithm, train = algorithm or AsyncLocalSGD(inner_steps=4), Train(steps=8, batch_size=1, clip_norm=None)
+        algorithm, train = algorithm or AsyncLocalSGD(inner_steps=4), Train(steps=8, batch_size=1, clip_norm=None, compile=False)
         run = replace(recipes.toy_async(), algorithm=algorithm, optimizer=AdamW(lr=0.01), train=train)
         workload = workload or Regression()
     engine = Ray(hub_timeout_s=1.0, devices=devices)

@@ -454,7 +454,7 @@ def test_a_round_that_never_pushes_is_an_error_and_not_a_hang():
 
 def test_hub_weights_that_become_infinite_end_the_run():
     with pytest.raises(TrainingDiverged, match=r"hub's weights are no longer finite.*outer learning rate"):
-        run(AsyncLocalSGD(inner_steps=3, outer=SGD(lr=3e38)), steps=100, inner=SGD(lr=10.0), clip_norm=1.0)
+        run(AsyncLocalSGD(inner_steps=1, outer=SGD(lr=1e19)), steps=100, inner=SGD(lr=1e19), clip_norm=100.0)
 
 
 # ------------------------------------------------------------------------------------------------------------- bad clusters

@@ -22,7 +22,7 @@ HUB = "hub"
 """Name of a run's hub; its workers are worker-0 and so on."""
 _POLL_S = 0.05
 _PROCESS_LINE = re.compile(
-    r"^[\d:]{8} (?:hub on (?P<here>\S+), process (?P<hub>\d+),"
+    r"^\S+ (?:hub on (?P<here>\S+), process (?P<hub>\d+),"
     r"|worker \d+: incarnation \d+: process (?P<worker>\d+) on (?P<node>\S+),)",
     re.MULTILINE,
 )

@@ -18,10 +18,8 @@ from atoll.telemetry.event_log import read_events, read_kind
 from atoll.telemetry.summary import ParticipationSummary, read_participation
 from atoll.testing.chaos.faults import CHAOS_LOG, LIGHTHOUSE
 
-_PROCESS_LINE = re.compile(r"^[\d:]{8} \S+ on .* process (?P<pid>\d+),")
-_COMMIT_LINE = re.compile(
-    r"^[\d:]{8} committed round (?P<round>\d+) of epoch (?P<epoch>\d+) as (?P<digest>[0-9a-f]+), (?P<work>.*)$"
-)
+_PROCESS_LINE = re.compile(r"^\S+ \S+ on .* process (?P<pid>\d+),")
+_COMMIT_LINE = re.compile(r"^\S+ committed round (?P<round>\d+) of epoch (?P<epoch>\d+) as (?P<digest>[0-9a-f]+), (?P<work>.*)$")
 _WITH_WORK = "with work of its own"
 
 
