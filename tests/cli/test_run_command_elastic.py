@@ -301,6 +301,11 @@ def test_what_elastic_islands_cannot_do_is_refused_and_leaves_no_folder(atoll, t
             ["run", "--join", "/nowhere/join.json"],
             "the address that the run printed when it started, or a join file",
         ),
+        (["run", "--join", "127.0.0.1:1", "--set", "engine.listen=127.0.0.1:0"], "Add --out DIR"),
+        (
+            ["run", "--join", "127.0.0.1:1", "--out", "x", "--set", "engine.listen=192.0.2.7:7000"],
+            "a standby rendezvous has no gateway",
+        ),
         (["invite", "nowhere"], "nowhere is not a folder"),
         (["run", "toy-sync", "--elastic", "--set", "engine.heartbeat_timeout_s=0.2"], "at least 0.5"),
         (["chaos", "nowhere.json", "toy-sync"], "cannot be read"),

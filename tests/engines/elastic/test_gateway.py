@@ -134,6 +134,18 @@ def test_a_half_closed_stream_still_carries_the_answer(site):
             assert b"".join(iter(lambda: one.recv(9), b"")) == b"ba"
 
 
+def test_only_islands_of_the_gateways_machine_are_known_to_have_ended_by_their_ports(site):
+    client, run_id = site.client(), site.invite().run_id
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+        local = GatewayNetwork(client, run_id, registry=f"{HOST}:1", lighthouse=f"{HOST}:1", refused=bool)
+        assert not local.refuses(f"island:box-2:{port}")
+    with closing(local), closing(GatewayNetwork(client, run_id, refused=bool)) as joiner:
+        assert local.refuses(f"island:box-2:{port}")
+        assert not local.refuses("island:box-2"), "it is on another machine"
+        assert not joiner.refuses(f"island:box-2:{port}")
+
+
 def test_islands_reach_each_other_by_dialling_out_only(site):
     """A status query from one joiner to another, both of which have no open port."""
     status = IslandStatus("box-2", False, phase=IslandPhase.JOINED, run=site.invite().run_id)
