@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Real
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from atoll.core.chunked_elementwise import elementwise
 from atoll.core.config.type_checks import check_types, shown
@@ -161,6 +160,7 @@ def _check(lr: float | Schedule, betas: tuple[float, float], eps: float, weight_
     below_one("betas[1]", betas[1])
     at_least_zero("eps", eps)
     at_least_zero("weight_decay", weight_decay)
-    for name, value in (("lr", getattr(lr, "lr", lr)), ("weight_decay", weight_decay)):  # of a schedule, its peak
-        if isinstance(value, Real) and value > LARGEST_FACTOR:
+    peak: Any = getattr(lr, "lr", lr)
+    for name, value in (("lr", peak), ("weight_decay", weight_decay)):
+        if not callable(value) and float(value) > LARGEST_FACTOR:  # a user's schedule may have no peak
             raise ConfigError(f"{name}={value} must be at most {LARGEST_FACTOR:g}: Adam's rates are quotients and products of it.")
