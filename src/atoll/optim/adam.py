@@ -162,5 +162,5 @@ def _check(lr: float | Schedule, betas: tuple[float, float], eps: float, weight_
     at_least_zero("eps", eps)
     at_least_zero("weight_decay", weight_decay)
     for name, value in (("lr", getattr(lr, "lr", lr)), ("weight_decay", weight_decay)):  # of a schedule, its peak
-        if isinstance(value, Real) and value > LARGEST_FACTOR:
+        if isinstance(value, Real) and float(value) > LARGEST_FACTOR:
             raise ConfigError(f"{name}={value} must be at most {LARGEST_FACTOR:g}: Adam's rates are quotients and products of it.")
