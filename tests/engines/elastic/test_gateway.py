@@ -105,7 +105,7 @@ def wait_until(condition):
 def test_a_member_reaches_a_service_and_every_byte_arrives_both_ways(site):
     data = os.urandom(5_000_000).replace(b".", b",") + b"."  # which the echo takes for the end
     plain, end = socket.socketpair()
-    with site.client().open("registry", LIMIT_S) as stream, plain, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, site.client().open("registry", LIMIT_S) as stream, plain:
         assert stream.version() == "TLSv1.3"
         pool.submit(splice, stream, end)
         sending = pool.submit(plain.sendall, data)
@@ -126,7 +126,7 @@ def test_a_half_closed_stream_still_carries_the_answer(site):
     with closing(Late()) as late:
         site.gateway._services["late"] = late.port
         one, two = socket.socketpair()
-        with one, ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, one:
             pool.submit(splice, two, site.client().open("late", LIMIT_S))
             one.sendall(b"ab")
             one.shutdown(socket.SHUT_WR)

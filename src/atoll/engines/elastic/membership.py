@@ -50,7 +50,7 @@ _CONNECT_LIMIT = timedelta(seconds=10)
 _RETRY_S, _MOVE_POLL_S = 0.2, 0.5
 _QUORUM_RETRIES = 1000
 """Of torchft's manager while the lighthouse is away. Without retries it never answers a request that the lighthouse died over."""
-_LOOPBACK, _UNREACHABLE = "127.0.0.1", "manager.invalid"  # no name ends in .invalid (RFC 6761)
+_LOOPBACK, _UNREACHABLE = "127.0.0.1", "255.255.255.255"  # TCP refuses it at once, and no name server is asked
 _PROCESS = re.compile(r"[\w.#-]{0,200}", re.ASCII)
 """What identifies a process: a name, a random number and a count."""
 _UNUSED_TAG = 1  # messages have tag 0
