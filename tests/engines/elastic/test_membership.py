@@ -124,7 +124,7 @@ def test_without_a_lighthouse_an_island_ends_and_says_how_long_it_waited():
 def quorum():
     """Islands a and b of one run, which have joined, and their lighthouse's address."""
     lighthouse = f"{HOST}:{free_port(HOST)}"
-    info = JoinInfo(None, Elastic(quorum_timeout_s=5.0, heartbeat_timeout_s=0.8), lighthouse)
+    info = JoinInfo(None, Elastic(quorum_timeout_s=1.0, heartbeat_timeout_s=0.8), lighthouse)
     rendezvous, logged = Rendezvous(info, f"{HOST}:0"), []
     network = DirectNetwork(HOST, lighthouse=lighthouse, run_id="run-1")
     members = [Membership(IslandStatus(name, True, f"{HOST}:1"), network, 10.0, logged.append) for name in "ab"]
@@ -175,6 +175,7 @@ def test_an_id_that_is_no_island_of_the_run_is_ignored_with_one_line(quorum, nam
         server.shutdown()
 
 
+@pytest.mark.slow  # the lighthouse tries for 12 s to reach each manager
 def test_the_lighthouses_kill_route_kills_no_island(quorum):
     """torchft's web page has a button that ends the process of a manager. The managers of these islands are in this process."""
     form(quorum.members)
