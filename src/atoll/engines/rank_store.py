@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.core.errors import ConfigError
@@ -35,14 +36,19 @@ _REQUEST_LIMIT_S = 5.0
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def open_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
-    """A store in this process that listens on this address alone, and its port."""
+def open_store(host: str, port: int = 0, attempts: int = 3) -> tuple[TCPStore, int]:
+    """A store in this process that listens on this address alone, and its port. Of about fifty stores that processes create within
+    a second, torch's own client does not reach one: this tries again."""
     listener = socket.create_server((host, port), backlog=128)
-    port = int(listener.getsockname()[1])
-    limit = timedelta(seconds=_REQUEST_LIMIT_S)
-    # The store takes over the socket, and closes it.
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach())
-    return store, port
+    found, limit = int(listener.getsockname()[1]), timedelta(seconds=_REQUEST_LIMIT_S)
+    try:
+        # The store takes over the socket, and closes it.
+        store = TCPStore(host, found, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach())
+    except DistNetworkError:
+        if attempts == 1:
+            raise
+        return open_store(host, port, attempts - 1)
+    return store, found
 
 
 def spans_machines(environment: Mapping[str, str] = os.environ) -> bool:
