@@ -44,10 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         outcomes |= _run(group, options.seeds[:1], record, **how)
     text = json.loads((record.path / "text.json").read_text("utf-8"))["text"]
     sections = report(plan, choices, tried, outcomes, text, len(options.seeds))
-    save_plots(plan, outcomes, record.plot, record.path / "deltas.png")
-    record.publish(
-        "The papers' claims", sections, plot="loss against tokens, virtual time and bytes", docs=(options.docs, "paper_claims")
-    )
+    plot = save_plots(plan, outcomes, record.plot, record.path / "deltas.png")
+    record.publish("The papers' claims", sections, plot=plot, docs=(options.docs, "paper_claims"))
     if options.readme is not None:
         replace_between(options.readme, "evidence_brief", brief_table(plan, outcomes))
 

@@ -237,14 +237,18 @@ def reach_table(outcomes: Outcomes, rows: Sequence[str], target: str) -> str:
 # ----------------------------------------------------------------------------------------------------------------------- plots
 
 
-def save_plots(plan: Plan, outcomes: Outcomes, curves: Path, deltas: Path) -> None:
-    """Loss against tokens, virtual time and bytes for the headline; cosines and norms of DiLoCo's deltas over a run."""
+def save_plots(plan: Plan, outcomes: Outcomes, curves: Path, deltas: Path) -> str:
+    """Loss against tokens, virtual time and bytes for the headline; cosines and norms of DiLoCo's deltas over a run. Returns a
+    caption; empty if there is nothing to draw."""
+    if diloco(plan.islands, plan.lengths[0]) not in outcomes:
+        return ""
     shown = [ONE, times_batch(plan.islands), diloco(plan.islands, plan.lengths[0]), diloco(plan.islands, plan.lengths[1])]
     shown += [SYNC, DELAYED, OVERLAPPED, ACCO]
     drawn = {label: outcomes[label] for label in shown if label in outcomes and outcomes[label].curves}
     save_figure(_curves_figure, drawn, curves)
     rounds = {label: outcomes[label] for label in outcomes if label.startswith("DiLoCo, k=") and any(outcomes[label].deltas)}
     save_figure(_deltas_figure, rounds, deltas)
+    return "loss against tokens, virtual time and bytes"
 
 
 def _curves_figure(outcomes: Outcomes) -> Any:
@@ -306,7 +310,8 @@ def report(
 ) -> list[str]:
     """All sections."""
     if ONE not in outcomes:
-        return ["The row of one worker was not run yet: repeat the command to continue."]
+        left = "No row of the tables was run yet: the same command with `--record` continues."
+        return [f"## Choices\n\n{choices_table(plan, choices, tried)}", left]
     tokens = text["train"]["tokens"]
     sections = [f"## Setting\n\n{introduction(plan, outcomes, text)}", f"## Choices\n\n{choices_table(plan, choices, tried)}"]
     sections.append(f"## Does a larger batch still pay?\n\n{bullets(gate_lines(plan, outcomes))}")
