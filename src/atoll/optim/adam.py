@@ -35,7 +35,13 @@ class AdamState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam:
-    """Adam, without weight decay. As an outer rule DiLoCo found it stable only with a large eps of 0.1."""
+    """Adam, without weight decay. As an outer rule DiLoCo found it stable only with a large eps of 0.1.
+
+    Args:
+        lr: learning rate: a number, or a schedule over the steps of this rule.
+        betas: decay of the two moments: of the gradient, and of its square.
+        eps: added to the root of the second moment.
+    """
 
     lr: float | Schedule
     betas: tuple[float, float] = (0.9, 0.999)
@@ -60,13 +66,21 @@ class Adam:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Adam with decoupled weight decay. The defaults are DiLoCo's inner optimizer."""
+    """Adam with decoupled weight decay. The defaults are DiLoCo's inner optimizer.
+
+    Args:
+        lr: learning rate: a number, or a schedule over the steps of this rule.
+        betas: decay of the two moments: of the gradient, and of its square.
+        eps: added to the root of the second moment.
+        weight_decay: share of a weight, times the learning rate, that each step subtracts.
+        decay: which weights decay: `matrices`, tensors of two or more dimensions (no biases, no norms), or `all`.
+    """
 
     lr: float | Schedule = 4e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    decay: Literal["matrices", "all"] = "matrices"  # which weights: tensors of two or more dimensions (no biases, no norms), or all
+    decay: Literal["matrices", "all"] = "matrices"
 
     def __post_init__(self) -> None:
         if self.decay not in ("matrices", "all"):

@@ -53,12 +53,18 @@ class DelayedNesterov:
 
     `lr` is that of a whole period, as in synchronous training. The position on a schedule is the number of whole periods so far, so
     that all arrivals of a period have one rate.
+
+    Args:
+        lr: learning rate of a whole period: a number, or a schedule over periods.
+        momentum: share of the velocity that is kept from period to period.
+        period: arrivals from one refreshment of the momentum to the next; the number of workers, or a multiple of it.
+        activation: share of the old momentum that each arrival but the last applies; the last applies the rest.
     """
 
     lr: float | Schedule = 0.7
-    momentum: float = 0.9  # the share of the velocity that is kept from period to period
-    period: int  # arrivals from one refreshment of the momentum to the next; the number of workers, or a multiple of it
-    activation: float = 0.0  # the share of the old momentum that each arrival but the last applies; the last applies the rest
+    momentum: float = 0.9
+    period: int
+    activation: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -142,6 +148,10 @@ class Buffered:
     """Adds up `size` gradients, then takes one step of `rule` on their mean. In between the weights do not move.
 
     Gradients that arrive in rank order have the bits of a synchronous mean. A schedule of `rule` counts one step per period.
+
+    Args:
+        rule: applied to the mean of the gradients.
+        size: gradients per step of the rule.
     """
 
     rule: Rule

@@ -37,7 +37,11 @@ def below_one(name: str, value: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """The same learning rate at every step. (For a warm-up before it, use WSD with decay=0.)"""
+    """The same learning rate at every step. (For a warm-up before it, use WSD with decay=0.)
+
+    Args:
+        lr: the learning rate.
+    """
 
     lr: float
 
@@ -51,12 +55,19 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """Linear warm-up to `lr`, then half a cosine down to `floor`."""
+    """Linear warm-up to `lr`, then half a cosine down to `floor`.
 
-    lr: float  # the peak
-    steps: int | None = None  # the whole length, warm-up included; then the rate is `floor`. None: the engine fills in the Run's
-    warmup: int = 0  # steps of the warm-up
-    floor: float = 0.0  # the last rate; give it a small positive value where a shard may be trained beyond `steps`
+    Args:
+        lr: the peak.
+        steps: the whole length, warm-up included; then the rate is `floor`. None: the engine fills in the Run's.
+        warmup: steps of the warm-up.
+        floor: the last rate; give it a small positive value where a shard may be trained beyond `steps`.
+    """
+
+    lr: float
+    steps: int | None = None
+    warmup: int = 0
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -83,13 +94,20 @@ class WSD:
     >>> schedule = WSD(lr=1.0, steps=8, warmup=2, decay=4)
     >>> [schedule(step) for step in range(9)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+    Args:
+        lr: the stable learning rate.
+        steps: the whole length; then the rate is `floor`. None: the engine fills in the Run's.
+        warmup: steps of the warm-up.
+        decay: steps of the decay, at the end; with 0 the rate stays at `lr` for ever.
+        floor: the last learning rate.
     """
 
-    lr: float  # the stable learning rate
-    steps: int | None = None  # the whole length; then the rate is `floor`. None: the engine fills in the Run's
-    warmup: int = 0  # steps of the warm-up
-    decay: int  # steps of the decay, at the end; with 0 the rate stays at `lr` for ever
-    floor: float = 0.0  # the last learning rate
+    lr: float
+    steps: int | None = None
+    warmup: int = 0
+    decay: int
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -35,7 +35,12 @@ class MomentumState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """Plain gradient descent. As an outer rule with lr=1 it takes the mean of the islands' weights."""
+    """Plain gradient descent. As an outer rule with lr=1 it takes the mean of the islands' weights.
+
+    Args:
+        lr: learning rate: a number, or a schedule over the steps of this rule.
+        weight_decay: share of a weight that is added to its gradient.
+    """
 
     lr: float | Schedule
     weight_decay: float = 0.0
@@ -67,7 +72,13 @@ class SGD:
 
 @dataclass(frozen=True, kw_only=True)
 class _WithMomentum:
-    """What heavy-ball and Nesterov momentum have in common: settings, state, and the step in place."""
+    """What heavy-ball and Nesterov momentum have in common: settings, state, and the step in place.
+
+    Args:
+        lr: learning rate: a number, or a schedule over the steps of this rule.
+        momentum: share of the velocity that is kept from step to step.
+        weight_decay: share of a weight that is added to its gradient.
+    """
 
     lr: float | Schedule
     momentum: float = 0.9

@@ -38,10 +38,14 @@ class Polynomial:
 
     >>> [round(Polynomial(power=0.5).factor(staleness), 3) for staleness in (0, 1, 3, 8)]
     [1.0, 0.707, 0.5, 0.333]
+
+    Args:
+        power: the factor is (1 + staleness) to the power of minus this; 0 leaves every delta as it is.
+        threshold: the greatest staleness that is still applied; None: any.
     """
 
-    power: float = 0.5  # 0 leaves every delta as it is
-    threshold: int | None = None  # the greatest staleness that is still applied; None: any
+    power: float = 0.5
+    threshold: int | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -64,9 +68,13 @@ class Polynomial:
 
 @dataclass(frozen=True, kw_only=True)
 class DelayCompensation:
-    """Estimates the delta at the hub's present weights, with the delta's square in place of the curvature."""
+    """Estimates the delta at the hub's present weights, with the delta's square in place of the curvature.
 
-    strength: float  # the paper's λ; 0 leaves every delta as it is
+    Args:
+        strength: the paper's λ; 0 leaves every delta as it is.
+    """
+
+    strength: float
 
     def __post_init__(self) -> None:
         check_types(self)
