@@ -258,6 +258,13 @@ def test_a_donated_tree_can_be_read_until_it_is_claimed():
     assert (mine.flat.data_ptr(), mine.donated, tree.donated, tree.deleted) == (memory, False, False, True)
 
 
+def test_a_donated_tree_is_writable_itself_and_another_as_a_copy():
+    tree = some()
+    memory = tree.flat.data_ptr()
+    assert tree.writable().flat.data_ptr() != memory
+    assert tree.donate().writable().flat.data_ptr() == memory
+
+
 def test_a_claim_in_another_dtype_returns_the_buffer_to_the_pool():
     tree, expected = some(numel=1249), some(numel=1249).cast(torch.bfloat16)
     buffer = tree.flat
@@ -283,8 +290,8 @@ def test_a_borrowed_tree_is_never_computed_in(borrow):
 def test_a_borrowed_tree_without_a_buffer_is_collected_at_every_read_and_computed_in_what_was_collected():
     reads = []
 
-    def read():
-        reads.append(some(1).flat)
+    def read(layout):
+        reads.append(some(1).part(layout).copy().flat)
         return reads[-1]
 
     borrowed = Tree.borrowed_from(some().layout, read)
@@ -294,6 +301,26 @@ def test_a_borrowed_tree_without_a_buffer_is_collected_at_every_read_and_compute
     assert (borrowed + 1).equal(some(1) + 1)
     assert borrowed.claim().flat.data_ptr() == reads[-1].data_ptr()
     assert not borrowed.deleted
+    reads.clear()
+    for ranges in ([(2, 5)], [(0, 3), (12, 14)]):
+        part = borrowed.select(ranges)
+        assert part.borrowed
+        assert part.equal(some(1).select(ranges))
+        assert [read.numel() for read in reads] == [part.numel], "only the selected pieces, once"
+        reads.clear()
+
+
+def test_a_part_replaces_pieces_in_a_copy_and_then_in_that_copy():
+    whole, one, two = some(0), some(1).select([(0, 3), (12, 14)]), some(2).select([(3, 5)])
+    first = whole.overlaid(one)
+    assert first.part(one.layout).equal(one)
+    memory, second = first.flat.data_ptr(), first.overlaid(two)
+    assert second.flat.data_ptr() == memory
+    assert second.part(one.layout).equal(one)
+    assert second.part(two.layout).equal(two)
+    assert whole.equal(some(0))
+    other = some(1)
+    assert whole.overlaid(other) is other
 
 
 @pytest.mark.parametrize(

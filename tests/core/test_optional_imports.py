@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from atoll.core import optional_imports
 from atoll.core.errors import ConfigError
-from atoll.core.optional_imports import require
+from atoll.core.optional_imports import install_command, require
 from atoll.data.document_sources import Document, open_corpus
 from atoll.data.instructions import load_model_tokenizer
 from atoll.data.partition import KMeans
@@ -61,7 +62,7 @@ def test_a_missing_library_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, extra: str, use: Callable[[Path], None]
 ):
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=rf"need {module}, .*pip install \"atoll\[{extra}\]\""):
+    with pytest.raises(ConfigError, match=rf"need {module}, .*pip install -e \".*\[{extra}\]\""):
         use(tmp_path)
 
 
@@ -72,5 +73,16 @@ def test_bytes_of_the_standard_library_need_no_extra(monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_library_is_named_with_the_extra_that_brings_it() -> None:
-    with pytest.raises(ConfigError, match=r'figures need no_such_library.*`pip install "atoll\[plot\]"`'):
+    with pytest.raises(ConfigError, match="figures need no_such_library, which cannot be imported") as caught:
         require("no_such_library", extra="plot", purpose="figures")
+    assert f"`{install_command('plot')}`" in str(caught.value)
+
+
+def test_the_command_installs_from_the_checkout_or_by_the_requirements_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No index has atoll itself."""
+    assert install_command("plot") == f'pip install -e "{Path(__file__).parents[2]}[plot]"'
+    monkeypatch.setattr(optional_imports, "__file__", str(tmp_path / "site-packages/atoll/core/optional_imports.py"))
+    assert install_command("plot") == 'pip install "matplotlib>=3.8"'
+    assert install_command("torchft") == 'pip install "torchft>=0.2" "cryptography>=42"'

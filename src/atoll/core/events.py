@@ -77,10 +77,10 @@ class RunStarted(Event):
     algorithm: str
     islands: int
     params: int  # trainable parameters of the model
-    steps: int  # inner steps of each island after the warm start
+    steps: int  # inner steps of each island after the warm start; 0 where a user's loop decides
     seed: int
     devices_per_island: int | None = None  # where the devices of an island have an algorithm of their own
-    engine: str = "simulator"  # its clock is virtual; that of processes, elastic and ray is real
+    engine: str = "simulator"  # its clock is virtual; that of processes, elastic, ray and loop (`atoll.islands`) is real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +269,7 @@ class Attended(Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class Leased(Timed):
-    """The data leases of a round. Each entry is an island, a shard, the first batch, and the number of batches."""
+    """What a commit did to the data leases. Each entry is an island, a shard, the first batch, and the number of batches."""
 
     round: int
     delivered: list[list[int]]  # in the commit
@@ -404,6 +404,7 @@ class RunFinished(Timed):
     digest: str  # of the global weights
     inside_bytes_per_device: float | None = None  # payload over links inside islands, mean over devices; None without such links
     inside_dropped_tokens: int | None = None  # of pending gradients that a device dropped when its island received other weights
+    busiest_second_bytes: float | None = None  # payload that an island sent in one second of the run's clock, at most
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import TreeDonated
-from atoll.core.layout import Layout, Piece, difference, dtype_text, shard_range, viewed
+from atoll.core.layout import Layout, difference, dtype_text, joined, shard_range, viewed
 
 Scalar = float | int
 _CHUNK = 1 << 16
@@ -62,7 +62,7 @@ class Tree(Mapping[str, Tensor]):
         self.borrowed = False  # whether its memory has another owner, so that no code may compute in it
         self._flat: Tensor | None = flat
         self._donated = False
-        self._read: Callable[[], Tensor] | None = None
+        self._read: Callable[[Layout], Tensor] | None = None
 
     # ------------------------------------------------------------------------------------------------ making and reading
 
@@ -83,7 +83,7 @@ class Tree(Mapping[str, Tensor]):
         """The buffer. Only read it: a Tree is a value."""
         if self._flat is None:
             if self._read is not None:
-                return self._read()
+                return self._read(self.layout)
             raise TreeDonated("this Tree was donated and its buffer reused. Read it before it is donated, or donate a copy of it.")
         return self._flat
 
@@ -171,13 +171,18 @@ class Tree(Mapping[str, Tensor]):
         self.release()
         return converted
 
+    def writable(self) -> Tree:
+        """The same values in a buffer that the caller may overwrite: its own if it is donated, else a copy."""
+        return self.claim() if self._donated else self.copy()
+
     def borrow(self) -> Tree:
         """Another, borrowed, handle on this buffer."""
         return _tree(self.layout, self.flat, borrowed=True)
 
     @staticmethod
-    def borrowed_from(layout: Layout, read: Callable[[], Tensor]) -> Tree:
-        """A borrowed Tree of weights that are not in one buffer: each read collects them into a new one."""
+    def borrowed_from(layout: Layout, read: Callable[[Layout], Tensor]) -> Tree:
+        """A borrowed Tree of weights that are not in one buffer. Each read of it, or of a part of it, collects the pieces of that
+        layout into a new buffer."""
         tree = _tree(layout, None, borrowed=True)
         tree._read = read
         return tree
@@ -326,6 +331,8 @@ class Tree(Mapping[str, Tensor]):
 
     def slice(self, start: int, stop: int) -> Tree:
         """A borrowed Tree on a range of this buffer."""
+        if self._read is not None:
+            return Tree.borrowed_from(self.layout.slice(start, stop), self._read)
         return _tree(self.layout.slice(start, stop), self.flat[start:stop], borrowed=True)
 
     def windows(self, size: int) -> list[Tree]:
@@ -338,39 +345,34 @@ class Tree(Mapping[str, Tensor]):
         return self.slice(*shard_range(self.numel, rank, size))
 
     def select(self, ranges: Sequence[tuple[int, int]]) -> Tree:
-        """The pieces in these ranges of the buffer: borrowed if there is one range, else a copy."""
-        parts = [self.slice(start, stop) for start, stop in ranges]
-        return parts[0] if len(parts) == 1 else Tree.join(parts)
+        """The pieces in these ranges of the buffer: borrowed if there is one range, or no buffer, else a donated copy."""
+        if len(ranges) == 1:
+            return self.slice(*ranges[0])
+        if self._read is not None:
+            return Tree.borrowed_from(self.layout.select(ranges), self._read)
+        return Tree.join([self.slice(start, stop) for start, stop in ranges]).donate()
+
+    def part(self, layout: Layout) -> Tree:
+        """The pieces in this layout, as `select` gives them."""
+        return self.select([(0, self.numel)] if layout == self.layout else self.layout.ranges(layout))
 
     def paste_(self, part: Tree) -> Tree:
         """Write the pieces of a part into this buffer."""
-        index, offsets, at = self.layout.index, self.layout.offsets, 0
-        runs: list[tuple[int, int]] = []  # where pieces that lie side by side in both buffers begin here, and how long they are
-        for piece in part.layout.pieces:
-            whole = index[piece.name]
-            start = offsets[piece.name] + piece.start - whole.start
-            assert whole.start <= piece.start, piece.name
-            assert piece.start + piece.count <= whole.start + whole.count, piece.name
-            if runs and sum(runs[-1]) == start:
-                runs[-1] = runs[-1][0], runs[-1][1] + piece.count
-            else:
-                runs.append((start, piece.count))
-        for start, count in runs:
-            self.flat[start : start + count].copy_(part.flat[at : at + count])
-            at += count
+        at = 0
+        for start, stop in self.layout.ranges(part.layout):
+            self.flat[start:stop].copy_(part.flat[at : at + stop - start])
+            at += stop - start
         return self
+
+    def overlaid(self, part: Tree) -> Tree:
+        """The weights with the pieces of a part replaced: the part itself if it has all of them, else a donated Tree, in which the
+        next call writes without a copy."""
+        return part if part.layout == self.layout else self.writable().paste_(part).donate()
 
     @staticmethod
     def join(shards: Sequence[Tree]) -> Tree:
         """The whole Tree of these shards, in rank order."""
-        pieces: list[Piece] = []
-        for piece in (piece for shard in shards for piece in shard.layout.pieces):
-            last = pieces[-1] if pieces else None
-            if last is not None and last.name == piece.name and last.start + last.count == piece.start:
-                pieces[-1] = Piece(piece.name, piece.shape, piece.dtype, last.start, last.count + piece.count)
-            else:
-                pieces.append(piece)
-        return Tree(Layout(tuple(pieces)), torch.cat([shard.flat for shard in shards]))
+        return Tree(joined(shard.layout for shard in shards), torch.cat([shard.flat for shard in shards]))
 
 
 def all_finite(trees: Iterable[Tree]) -> bool:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from typing import Any
@@ -83,7 +83,25 @@ class Layout:
 
     def slice(self, start: int, stop: int) -> Layout:
         """The layout of `buffer[start:stop]`."""
-        return _slice(self, start, stop)
+        return self if (start, stop) == (0, self.numel) else _slice(self, start, stop)
+
+    def select(self, ranges: Sequence[tuple[int, int]]) -> Layout:
+        """The layout of these ranges of the buffer, side by side."""
+        return joined(self.slice(start, stop) for start, stop in ranges)
+
+    def ranges(self, part: Layout) -> list[tuple[int, int]]:
+        """Where the pieces of a part lie in this buffer, in the order of the part: `select` of it is `part`."""
+        ranges: list[tuple[int, int]] = []
+        for piece in part.pieces:
+            whole = self.index[piece.name]
+            start = self.offsets[piece.name] + piece.start - whole.start
+            assert whole.start <= piece.start, piece.name
+            assert piece.start + piece.count <= whole.start + whole.count, piece.name
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = ranges[-1][0], start + piece.count
+            else:
+                ranges.append((start, start + piece.count))
+        return ranges
 
     def windows(self, size: int) -> tuple[Layout, ...]:
         """The layouts of the buffer's consecutive windows of this size (the last may be shorter)."""
@@ -108,6 +126,18 @@ def _slice(layout: Layout, start: int, stop: int) -> Layout:
 @lru_cache(maxsize=4096)  # rules ask every step
 def _windows(layout: Layout, size: int) -> tuple[Layout, ...]:
     return tuple(_slice(layout, at, min(at + size, layout.numel)) for at in range(0, layout.numel, size))
+
+
+def joined(layouts: Iterable[Layout]) -> Layout:
+    """The layout of buffers one after the other. A tensor that is cut where they meet is one piece."""
+    pieces: list[Piece] = []
+    for piece in (piece for layout in layouts for piece in layout.pieces):
+        last = pieces[-1] if pieces else None
+        if last is not None and last.name == piece.name and last.start + last.count == piece.start:
+            pieces[-1] = Piece(piece.name, piece.shape, piece.dtype, last.start, last.count + piece.count)
+        else:
+            pieces.append(piece)
+    return Layout(tuple(pieces))
 
 
 def dtype_text(dtype: torch.dtype) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError
@@ -14,5 +17,15 @@ def require(module: str, *, extra: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f'{purpose} need {module}, which cannot be imported ({error}). Install it with `pip install "atoll[{extra}]"`.'
+            f"{purpose} need {module}, which cannot be imported ({error}). Install it with `{install_command(extra)}`."
         ) from error
+
+
+def install_command(extra: str) -> str:
+    """A command that installs an extra's libraries from any folder, without an index that has atoll: from the checkout that this
+    code belongs to, or by the requirements of the installed package."""
+    checkout = Path(__file__).parents[3]
+    if (checkout / "pyproject.toml").is_file():
+        return f'pip install -e "{checkout}[{extra}]"'
+    needed = (re.split(r"[;\s]", line)[0] for line in metadata.requires("atoll") or () if line.endswith(f'extra == "{extra}"'))
+    return "pip install " + " ".join(f'"{requirement}"' for requirement in needed)

@@ -13,10 +13,11 @@ Implementations are final. `atoll.testing` ships the checks that each of them mu
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from abc import ABCMeta
+from collections.abc import Coroutine, Generator, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -28,6 +29,22 @@ from atoll.core.flat_tree import Tree
 S = TypeVar("S")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+if TYPE_CHECKING:
+    _ProtocolMeta = ABCMeta
+else:
+    _ProtocolMeta = type(Protocol)
+
+
+class SeesDelegated(_ProtocolMeta):
+    """Lets isinstance() of a protocol find members that an object delegates with `__getattr__`, as a wrapper around an algorithm
+    does. From Python 3.12 on, isinstance() alone does not, and an engine would take the wrapper for a simpler algorithm."""
+
+    def __instancecheck__(self, instance: object) -> bool:
+        members = [name for name in vars(self) if not name.startswith("_")]
+        return super().__instancecheck__(instance) or (
+            getattr(self, "_is_protocol", False) and all(hasattr(instance, name) for name in members)
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules
@@ -68,9 +85,12 @@ def sharded(*, donated: bool = False) -> Any:
     return field(metadata={"owner": Owner.SHARDED, "donated": donated})
 
 
-def own(default: Any = None, *, donated: bool = False) -> Any:
-    """Declares a State field that belongs to this island alone; a joiner starts with `default`. `donated`: see `shared`."""
-    return field(default=default, metadata={"owner": Owner.OWN, "donated": donated})
+def own(default: Any = None, *, donated: bool = False, residual: bool = False) -> Any:
+    """Declares a State field that belongs to this island alone; a joiner starts with `default`. `donated`: see `shared`.
+
+    `residual`: an error buffer, what exchanges left out so far. The island keeps it when it starts again from the shared weights.
+    """
+    return field(default=default, metadata={"owner": Owner.OWN, "donated": donated, "residual": residual})
 
 
 def fields_owned(state: Any, owner: Owner) -> dict[str, Any]:
@@ -90,6 +110,11 @@ class Work:
     schedule: int  # position on the learning-rate schedule, in inner steps
     examples: int  # in the whole shard; the weight of a delta where islands differ in data
     pieces: int = 1  # that each batch is cut into
+    before: int = 0  # steps of the same round that come before
+
+    def after(self, steps: int) -> Work:
+        """The rest of the round's work after some steps."""
+        return replace(self, start=self.start + steps, schedule=self.schedule + steps, before=self.before + steps)
 
 
 class Gradient(NamedTuple):
@@ -118,8 +143,9 @@ class Replica(Protocol):
         """The present weights, borrowed: they can be read until the replica computes or loads again. The engine copies those that a
         round returns in its State."""
 
-    async def train(self, steps: int, work: Work) -> None:
-        """Take `steps` optimizer steps on consecutive batches of `work`."""
+    async def train(self, steps: int, work: Work) -> int:
+        """Take `steps` optimizer steps on consecutive batches of `work`. Returns the tokens of these batches, as far as the engine
+        knows them."""
 
     async def gradient(
         self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
@@ -135,14 +161,15 @@ class Replica(Protocol):
 
 
 @runtime_checkable
-class HasMoments(Protocol):
+class HasMoments(Protocol, metaclass=SeesDelegated):
     """A replica whose inner optimizer's moments can be exchanged."""
 
-    def moments(self) -> list[Tree]:
-        """Copies of the moments: two Trees of Adam, one of momentum, none of plain SGD or before the first step."""
+    def moments(self) -> dict[str, Tree]:
+        """Copies of the moments by torch's names: exp_avg and exp_avg_sq of Adam, momentum_buffer of momentum, none of plain SGD or
+        before the first step. A moment may cover some of the parameters only."""
 
-    def load_moments(self, moments: Sequence[Tree]) -> None:
-        """Replace the moments by these, in the order of `moments`."""
+    def load_moments(self, moments: Mapping[str, Tree]) -> None:
+        """Replace the moments by these, which `moments` returned."""
 
 
 class Codec(Protocol):
@@ -160,9 +187,6 @@ class Codec(Protocol):
     def decode(self, data: torch.Tensor, numel: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """The fp32 values that these bytes stand for, in `out` if it is given. Raises ValueError for bytes of another number."""
 
-    def unsent(self, values: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """The values minus what their bytes stand for, computed in `values`."""
-
 
 class Encoding(NamedTuple):
     """How an island's tree is encoded in one exchange."""
@@ -178,7 +202,10 @@ class Mean(NamedTuple):
     weight: float  # the sum of the weights that arrived; at 0 nothing did, and `value` is zero
     heard: bool  # whether this island took part; if not, the others continued without it, and it must not use `value`
     finite: bool = True  # whether every island's tree was
-    unsent: Tree | None = None  # with an encoding: what the codec left out, for this island to add to its next tree
+    unsent: Tree | None = None
+    """With an encoding: the residual, what the codec left out, for this island to add to its next tree. None if its tree is not in
+    the mean, and the residual of the tree before still to be added."""
+    late: bool = False  # whether a quorum ended the exchange before this island came; then no other exchange of the round is its
 
 
 class Scattered(NamedTuple):
@@ -282,7 +309,7 @@ def whole_steps(steps: float) -> int:
 
 
 @runtime_checkable
-class HoldsWeights(Protocol):
+class HoldsWeights(Protocol, metaclass=SeesDelegated):
     """An algorithm with sharded weights whose replicas keep the whole weights between rounds, so that no round gathers them anew.
     Each round leaves them in the replica; an engine loads them for a joiner, after a failed round, and when a run is resumed."""
 
@@ -291,7 +318,7 @@ class HoldsWeights(Protocol):
 
 
 @runtime_checkable
-class Rebases(Protocol[S]):
+class Rebases(Protocol[S], metaclass=SeesDelegated):
     """An algorithm that can also train the devices of one island."""
 
     def rebase(self, state: S, params: Tree, peers: Peers) -> S:
@@ -299,6 +326,19 @@ class Rebases(Protocol[S]):
 
         `params` are the whole weights, or this rank's slice if the algorithm `HoldsWeights`. Their buffer is not kept.
         """
+
+
+class Fragmented(Protocol[S]):
+    """An algorithm whose round has several means, each of which advances the shared fields by itself. An elastic run commits each
+    of them."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The steps of a round after which the islands send, in order."""
+
+    def agreed(self, state: S, number: int, mean: Mean) -> S:
+        """The state after the mean of this number in a round, which changes no other pieces of `params` than those of the mean.
+        `state` is not changed."""
 
 
 # ---------------------------------------------------------------------------------------------- asynchronous algorithms
@@ -322,13 +362,14 @@ class Arrival(NamedTuple):
 
 
 class Hub(Protocol):
-    """The server, seen from one worker in one round."""
+    """The server, seen from one worker in one round. If the plan has a codec, pulls and pushes travel encoded."""
 
     async def pull(self) -> Task:
-        """The present weights, and work."""
+        """The present weights, as the worker decodes them, and work."""
 
     async def push(self, delta: Tree) -> None:
-        """Send the round's update: old weights minus new. It is donated."""
+        """Send the round's update: old weights minus new. It is donated. With a codec, what it left out of this worker's earlier
+        updates is added first."""
 
 
 class Correction(Protocol):
@@ -349,6 +390,8 @@ class Plan:
     speeds: tuple[float, ...] = ()
     shards: Literal["deficit", "visits"] = "deficit"
     ties: Literal["last", "chance"] = "last"
+    codec: Codec | None = None  # of pulls and pushes; None: fp32
+    feedback: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -369,7 +412,7 @@ class Plan:
 
 
 @runtime_checkable
-class AsyncAlgorithm(Protocol[S]):
+class AsyncAlgorithm(Protocol[S], metaclass=SeesDelegated):
     """What one worker does in a round, and what the hub does with its update. The memory of the hub's mathematics is a State with a
     field `params`, the global weights. The scheduler knows the workers, and inner optimizers stay with workers."""
 
@@ -407,7 +450,7 @@ class Batches(Protocol):
 
 
 @runtime_checkable
-class ReadsAhead(Protocol):
+class ReadsAhead(Protocol, metaclass=SeesDelegated):
     """Batches that can be prefetched to a device."""
 
     def ahead(self, shard: int, start: int, count: int, device: str) -> Iterator[Any]:

@@ -235,6 +235,11 @@ def pack(value: Any) -> Packed:
     return Packed(_pack(value, "", tensors), tensors)
 
 
+def tensor_bytes(value: Any) -> int:
+    """The bytes of the tensors in a value that can be packed."""
+    return sum(tensor.nbytes for tensor in pack(value).tensors.values())
+
+
 def _pack(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value

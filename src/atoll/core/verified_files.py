@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -44,6 +45,22 @@ def replacing(path: Path, error: type[AtollError]) -> Iterator[IO[bytes]]:
         with suppress(OSError):
             unfinished.unlink()
     sync_folder(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write to. It is renamed to `path` when the block ends, and removed if the block raises."""
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} is there already, and is not overwritten. Use another --out.")
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {path}: {error.strerror or error}. Make room there, or use another --out.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_text(path: Path, text: str, error: type[AtollError] = ConfigError) -> None:
@@ -117,14 +134,24 @@ def _inside(node: Any) -> Iterable[Any]:
 
 def write_record(path: Path, record: Mapping[str, Any], error: type[AtollError] = ConfigError) -> None:
     """Write a JSON object with the digest of its content, in one step; see `replacing`."""
+    write_text(path, sealed(record), error)
+
+
+def sealed(record: Mapping[str, Any]) -> str:
+    """The text of a JSON object with the digest of its content."""
     content = json.loads(json.dumps(record))  # the digest is that of the content as it is read: tuples are lists there
-    write_text(path, json.dumps({_SEAL: json_digest(content), **content}, indent=2) + "\n", error)
+    return json.dumps({_SEAL: json_digest(content), **content}, indent=2) + "\n"
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """The object that `write_record` wrote. OSError if there is none. ValueError if it is no JSON object, or if it does not match
     its digest. An object without a digest, as older versions wrote it, is not verified."""
-    record = parse_json(path.read_bytes())
+    return unsealed(path.read_bytes())
+
+
+def unsealed(text: str | bytes) -> dict[str, Any]:
+    """The object of this text; see `read_record`."""
+    record = parse_json(text)
     if not isinstance(record, dict):
         raise ValueError(f"it holds a {type(record).__name__} and should hold an object")
     digest = record.pop(_SEAL, None)

@@ -11,6 +11,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Rule
 from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.sgd import SGD
+from atoll.optim.torch_optimizers import TorchOptimizer
 from atoll.runs.run_settings import candidates
 
 SAVED_RECORDS = {
@@ -21,12 +22,13 @@ SAVED_RECORDS = {
     "DDPState": "params optimizer",
     "DPUState": "params optimizer steps waiting",
     "DelayedState": "step velocity total",
-    "DiLoCoState": "params outer local unsent",
+    "DiLoCoState": "params outer local unsent tokens late",
     "EagerState": "params outer begin momentum delta",
-    "StreamingState": "params outer local unsent",
+    "StreamingState": "params outer local unsent unloaded",
     "Gradient": "sum weight tokens",
     "MomentumState": "step velocity",
     "SGDState": "step",
+    "TorchState": "step moments",
     "WPState": "params optimizer ahead steps waiting",
     "ZeRO1State": "params optimizer",
 }
@@ -34,7 +36,11 @@ SAVED_RECORDS = {
 
 def rule_states() -> list[type]:
     """The types of the states of all rules."""
-    special = {DelayedNesterov: {"period": 2}, Buffered: {"rule": SGD(lr=0.1), "size": 2}}
+    special = {
+        DelayedNesterov: {"period": 2},
+        Buffered: {"rule": SGD(lr=0.1), "size": 2},
+        TorchOptimizer: {"name": "SGD", "lr": 0.1},
+    }
     params = Tree.of({"w": torch.zeros(1)})
     return [type(kind(**special.get(kind, {"lr": 0.1})).init(params)) for kind in candidates[Rule]]
 

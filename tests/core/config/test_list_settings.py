@@ -259,12 +259,12 @@ def test_what_describe_shows_makes_the_same_run_when_it_is_given_to_override(run
 
 def test_all_paths_are_listed_with_value_and_type():
     shown = {setting.path: setting for setting in describe(FULL, candidates)}
-    assert shown["algorithm.weighting"][1:] == ("examples", "equal | examples")
+    assert shown["algorithm.weighting"][1:3] == ("examples", "equal | examples")
     assert shown["algorithm.outer"].kind == "Nesterov | Adam"
     assert shown["algorithm.outer"].text == "Adam"
     assert shown["optimizer.lr.steps"].value == 7
     assert shown["cluster.links.1.latency_s"].value == 0.2
-    assert shown["cluster.step_time_s"][1:] == ((0.58, 0.75), "float | [float, ...]")
+    assert shown["cluster.step_time_s"][1:3] == ((0.58, 0.75), "float | [float, ...]")
     assert shown["data.limit_bytes"].kind == "int | none"
 
 

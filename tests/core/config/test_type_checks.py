@@ -39,7 +39,7 @@ from atoll.runs.run_settings import Keep, Train
         (lambda: Train(steps=1, batch_size=1, compile="no"), r"compile='no'"),
         (lambda: Keep(tensorboard=1), r"tensorboard=1 is not True or False"),
         (lambda: DiLoCo(inner_steps="5"), r"inner_steps='5' is text, not a whole number"),
-        (lambda: DiLoCo(inner_steps=5, weighting=1), r"weighting=1 is not one of 'uniform', 'examples'. Give one"),
+        (lambda: DiLoCo(inner_steps=5, weighting=1), r"weighting=1 is not one of 'uniform', 'examples', 'tokens'. Give one"),
         (lambda: AdamW(lr="fast"), r"lr='fast' is not a number, a Constant, a Cosine or a WSD. Give one"),
         (lambda: AdamW(lr=1e-3, betas=0.9), r"betas=0.9 is not a list. Give one, such as \[0.9\]"),
         (lambda: AdamW(lr=1e-3, betas=(0.9,)), r"betas=\(0.9,\) has 1 entries, and takes 2. Give as many"),

@@ -3,7 +3,7 @@
 >>> from atoll.core.protocols import Work
 >>> work = Work(shard=0, start=0, schedule=0, examples=512)
 >>> to_json(work)
-{'type': 'Work', 'shard': 0, 'start': 0, 'schedule': 0, 'examples': 512, 'pieces': 1}
+{'type': 'Work', 'shard': 0, 'start': 0, 'schedule': 0, 'examples': 512, 'pieces': 1, 'before': 0}
 
 A class of atoll is saved by its name alone, which does not change when its module moves. A user's class is saved by its full name,
 and its module must be imported before the file is read: a file never causes the import of foreign code.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import keyword
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -33,6 +36,7 @@ class Setting(NamedTuple):
     path: str  # by which `override` finds it
     value: Any
     kind: str  # the allowed values, in words
+    about: str = ""  # what it does, in one sentence
 
     @property
     def text(self) -> str:
@@ -49,15 +53,40 @@ def describe(run: Any, candidates: Candidates = NO_CANDIDATES, presets: Presets 
 def _inside(value: Any, hint: Any, candidates: Candidates, at: str) -> Iterator[Setting]:
     """The settings inside the value at this path."""
     parts: list[tuple[str | int, Any, Any]] = []
+    about: Mapping[str, str] = {}
     kind: Any = type(value)
     if is_record(value):
         parts = [(name, getattr(value, name), hints_of(kind)[name]) for name in settable(kind)]
+        about = explanations(kind)
     elif isinstance(value, tuple) and any(map(is_record, value)):  # a tuple of numbers is one line, not one for each
         hints = item_hints(hint, len(value)) or [Any] * len(value)
         parts = [(i, item, hints[i]) for i, item in enumerate(value)]
     for name, item, inner in parts:
-        yield Setting(joined(at, name), item, type_text(inner, candidates))
+        said = about.get(str(name)) or (inspect.getdoc(type(item)) or "" if is_record(item) else "")
+        yield Setting(joined(at, name), item, type_text(inner, candidates), _first_sentence(said))
         yield from _inside(item, inner, candidates, joined(at, name))
+
+
+@cache
+def explanations(kind: type) -> Mapping[str, str]:
+    """What the docstrings of a class and its bases say about each setting, under `Args:`."""
+    found: dict[str, str] = {}
+    for base in kind.__mro__:
+        for names, text in re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n {8}.+)*)", _arguments(base), re.MULTILINE):
+            found = {**dict.fromkeys(names.split(", "), " ".join(text.split())), **found}
+    return found
+
+
+def _arguments(kind: type) -> str:
+    return inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Args:\n")[2]
+
+
+def _first_sentence(text: str) -> str:
+    """
+    >>> _first_sentence("auto; bf16 for a forward pass. auto is bf16 where there is one (e.g. on CUDA).")
+    'auto; bf16 for a forward pass'
+    """
+    return re.split(r"(?<=[.])(?<!e\.g\.)(?<!i\.e\.)\s+|\n\n", text, maxsplit=1)[0].replace("\n", " ").removesuffix(".")
 
 
 def text_of(value: Any) -> str:

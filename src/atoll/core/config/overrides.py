@@ -3,7 +3,7 @@
 >>> from atoll.core.protocols import Work
 >>> work = Work(shard=0, start=0, schedule=0, examples=512)
 >>> override(work, ["start=20", "examples=1e3"])
-Work(shard=0, start=20, schedule=0, examples=1000, pieces=1)
+Work(shard=0, start=20, schedule=0, examples=1000, pieces=1, before=0)
 
 A value is a number, `true`, `none`, text (in quotes if it needs them), `[a, b]`, or `Name` and `Name(field=value)` for a dataclass
 that may stand there. All changes to one dataclass are made at once, so that settings which are valid only together can be given
