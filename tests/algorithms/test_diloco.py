@@ -18,6 +18,7 @@ from atoll.engines.simulator.collectives import encoded_mean, weighted_mean
 from atoll.optim.adam import AdamW
 from atoll.optim.codecs import CODECS
 from atoll.optim.sgd import SGD, Nesterov
+from atoll.optim.torch_optimizers import Muon, TorchOptimizer
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, Lost
 from atoll.runs.run_settings import candidates
@@ -196,10 +197,9 @@ def test_averaged_moments_are_the_mean_of_the_islands_moments_and_bytes_are_trip
     params = Tree.of(workload.module())
     for number in range(rounds):
         params = averaged_round(replicas, params, number, steps)
-        first, second = ([replica.moments()[kind] for replica in replicas] for kind in (0, 1))
-        means = [sum(each[1:], each[0]) / 4 for each in (first, second)]
+        of_islands = {name: [replica.moments()[name] for replica in replicas] for name in ("exp_avg", "exp_avg_sq")}
         for replica in replicas:
-            replica.load_moments(means)
+            replica.load_moments({name: sum(each[1:], each[0]) / 4 for name, each in of_islands.items()})
     options = {"workload": workload, "inner": AdamW(lr=0.01), "steps": rounds * steps}
     own, averaged = (simulate(DiLoCo(inner_steps=3, outer=SGD(lr=1.0), moments=each), **options) for each in ("own", "averaged"))
     assert close(averaged.params, params)
@@ -216,6 +216,24 @@ def test_averaged_moments_send_one_tree_more_for_each_moment_that_the_inner_opti
     own, averaged = (simulate(DiLoCo(inner_steps=2, moments=each), steps=4, inner=inner) for each in ("own", "averaged"))
     assert averaged.finished.sent_bytes_per_island == times * own.finished.sent_bytes_per_island
     assert averaged.params.equal(own.params) is (times == 1)
+
+
+@pytest.mark.parametrize(
+    ("inner", "trees"),
+    [
+        (Muon(lr=0.01, adamw=("0",)), 2),  # exp_avg of AdamW's parameters and momentum_buffer of Muon's: one tree
+        (TorchOptimizer(name="RMSprop", lr=0.01, options="momentum=0.9, centered=True"), 2),
+        (TorchOptimizer(name="Adagrad", lr=0.01), 1),
+        (TorchOptimizer(name="SGD", lr=0.01, options="momentum=0.9"), 2),
+    ],
+    ids=["Muon", "RMSprop", "Adagrad", "SGD"],
+)
+def test_a_moment_has_the_clock_of_its_name(inner, trees):
+    """Only the first clock is due: in units of the weights' bytes, a round sends the delta and the moments on that clock."""
+    options = {"workload": Regression(hidden=4), "inner": inner, "steps": 4}
+    own = simulate(DiLoCo(inner_steps=2), **options)
+    averaged = simulate(DiLoCo(inner_steps=2, moments="averaged", moment_rounds=(1, 9)), **options)
+    assert averaged.finished.sent_bytes_per_island == trees * own.finished.sent_bytes_per_island
 
 
 def test_one_island_with_outer_sgd_is_lookahead():
@@ -319,23 +337,62 @@ def test_averaged_moments_are_refused_where_devices_hold_them():
 # ------------------------------------------------------------------------------------------------------------------ codecs
 
 
-def normal(seed, count=600):
-    return Tree.of({"w": torch.randn(count, generator=torch.Generator().manual_seed(seed))})
+def whole_numbers(seed, count=600):
+    return Tree.of({"w": torch.randint(-99, 100, (count,), generator=torch.Generator().manual_seed(seed)).float()})
 
 
 @pytest.mark.parametrize("codec", [name for name in CODECS if name != "fp32"])
-def test_what_islands_sent_and_what_they_owe_is_all_that_they_moved(codec):
-    """The mean of what all islands owe, added to the sum of all means, is the sum of the mean deltas: nothing is lost, also not in
-    the second encoding by the owner of a slice."""
-    trees, weights = [normal(seed) for seed in range(3)], [1.0, 2.0, 0.5]
-    owed, agreed, wanted = [tree.zeros() for tree in trees], trees[0].zeros(), trees[0].zeros()
+def test_what_islands_agreed_on_and_the_mean_of_their_error_buffers_is_all_that_they_moved(codec):
+    """To the bit, since shares of the weight are powers of two and deltas whole numbers: nothing is lost, also not in the second
+    encoding by the owner of a slice."""
+    weights = [1.0, 2.0, 1.0]
+    errors = [whole_numbers(0).zeros() for _ in weights]
+    agreed, wanted = errors[0].zeros(), errors[0].zeros()
     for round_ in range(6):
-        deltas = [normal(100 * round_ + seed) for seed in range(3)]
+        deltas = [whole_numbers(100 * round_ + seed) for seed in range(3)]
         wanted.add_(weighted_mean(deltas, weights))
         encodings = [Encoding(CODECS[codec], 10 * round_ + rank) for rank in range(3)]
-        mean, owed = encoded_mean([delta + left for delta, left in zip(deltas, owed, strict=True)], weights, encodings)
+        sums = [delta + error for delta, error in zip(deltas, errors, strict=True)]
+        mean, errors = encoded_mean(sums, weights, encodings)
         agreed.add_(mean)
-    assert close(agreed + weighted_mean(owed, weights), wanted, 1e-4)
+        assert (agreed + weighted_mean(errors, weights)).equal(wanted)
+
+
+def test_the_owner_of_a_slice_adds_the_error_of_the_means_encoding_divided_by_its_share_of_the_weight():
+    """By hand: of two islands each has half the weight, and owns one block of int4."""
+    codec, deltas, slices = CODECS["int4"], [whole_numbers(seed, 512) for seed in range(2)], (slice(0, 256), slice(256, 512))
+    mean, errors = encoded_mean(deltas, [1.0, 1.0], [Encoding(codec, 0)] * 2)
+    read = [codec.decode(codec.encode(delta.flat), 512) for delta in deltas]
+    exact = (read[0] + read[1]) / 2
+    assert torch.equal(mean.flat, codec.decode(codec.encode(exact), 512))
+    assert not torch.equal(mean.flat, exact)
+    for rank, (mine, other) in enumerate([slices, slices[::-1]]):
+        first, second = deltas[rank].flat - read[rank], exact - mean.flat
+        assert torch.equal(errors[rank].flat[mine], first[mine] + 2 * second[mine])
+        assert torch.equal(errors[rank].flat[other], first[other])
+
+
+def test_sparseloco_has_the_papers_recursion_on_every_island():
+    """By hand, round by round: e <- beta e + delta; q = Q(TopK(e)); e <- e - q; theta <- theta - mean(q). There is no momentum."""
+    workload, rounds, steps, beta, codec = Regression(hidden=600), 4, 2, 0.5, CODECS["topk"]
+    replicas = [LocalReplica(workload, optimizer=AdamW(lr=0.01)) for _ in range(3)]
+    theta = Tree.of(workload.module())
+    errors = [torch.zeros(theta.numel) for _ in replicas]
+    for number in range(rounds):
+        sent = []
+        for island, replica in enumerate(replicas):
+            replica.load(theta)
+            replica.train(steps, Work(shard=island, start=number * steps, schedule=number * steps, examples=1))
+            errors[island] = beta * errors[island] + (theta - replica.params()).flat
+            sent.append(codec.decode(codec.encode(errors[island]), theta.numel))
+            errors[island] = errors[island] - sent[-1]
+            assert 0 < sent[-1].count_nonzero() <= 128 < theta.numel
+        theta = Tree(theta.layout, theta.flat - (sent[0] + sent[1] + sent[2]) / 3)
+    sparseloco = DiLoCo(inner_steps=steps, codec="topk", feedback=beta, outer=SGD(lr=1.0))
+    options = {"workload": workload, "inner": AdamW(lr=0.01), "cluster": Cluster(islands=3)}
+    done = simulate(sparseloco, steps=rounds * steps, **options)
+    assert done.params.equal(theta)
+    assert all(torch.equal(done.engine.islands[island].state.unsent.flat, error) for island, error in enumerate(errors))
 
 
 def encoded_run(codec, feedback=1.0, **more):
@@ -350,13 +407,13 @@ def test_fp32_is_no_codec_and_a_codec_changes_the_bits():
     assert close(encoded_run("int8").params, plain.params, 0.05)
 
 
-def test_an_island_that_missed_an_exchange_keeps_what_it_owes():
+def test_an_island_that_missed_an_exchange_keeps_its_error_buffer():
     peers = ScriptedPeers(ones(3.0), heard=False)
     given = DiLoCoState(ones(), SGD(lr=1.0).init(ones()), unsent=ones(0.25))
     algorithm = DiLoCo(inner_steps=1, codec="int8", outer=SGD(lr=1.0))
     state = one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=ones(), state=given)
     assert torch.equal(state.unsent["w"], torch.full((3,), 0.25))
-    assert torch.equal(peers.sent[0]["w"], torch.full((3,), 1.25)), "the delta and what is owed"
+    assert torch.equal(peers.sent[0]["w"], torch.full((3,), 1.25)), "the delta and the error buffer"
 
 
 def test_feedback_decides_how_much_is_sent_later():

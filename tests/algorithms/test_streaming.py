@@ -14,7 +14,7 @@ from atoll.core.layout import Layout
 from atoll.models.gpt import GPT
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.runs.cluster import Cluster, Link, Lost
-from atoll.testing.fakes import FakeReplica, ScriptedPeers, one_round
+from atoll.testing.fakes import FakeReplica, ScriptedPeers, drive, one_round
 from atoll.testing.simulated_runs import simulate
 
 CLUSTER = Cluster(islands=3)
@@ -56,7 +56,7 @@ def test_a_round_by_hand():
     assert state.params["w"].tolist() == [-2.0, -4.0], "minus the means of 1 and 3, and of 3 and 5"
     # Fragment 0 was at -2 when it arrived, was mixed to -2, and took two more steps. Fragment 1 was at -4, mixed with -4.
     assert replica.params()["w"].tolist() == [-4.0, -4.0]
-    assert [steps for steps, _ in replica.trained] == [1, 1, 1, 1]
+    assert [(steps, work.start, work.schedule, work.before) for steps, work in replica.trained] == [(1, n, n, n) for n in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,15 @@ def test_a_round_by_hand():
     [
         ({"inner_steps": 8, "fragments": 4, "overlap": 0}, (2, 4, 6, 8)),
         ({"inner_steps": 8, "fragments": 4, "overlap": 2}, (0, 2, 4, 6)),
-        ({"inner_steps": 8, "fragments": 4, "overlap": 5}, (0, 1, 2, 3)),
-        ({"inner_steps": 8, "fragments": 1, "overlap": 8}, (0,)),
-        ({"inner_steps": 5, "fragments": 5, "overlap": 5}, (0, 0, 0, 0, 0)),
+        ({"inner_steps": 8, "fragments": 4, "overlap": 5}, (0, 2, 4, 6)),
+        ({"inner_steps": 8, "fragments": 4, "overlap": 8, "mixing": 0.5}, (0, 2, 4, 6)),
+        ({"inner_steps": 10, "fragments": 3, "overlap": 3}, (0, 3, 7)),
+        ({"inner_steps": 10, "fragments": 3, "overlap": 4}, (0, 3, 6)),
+        ({"inner_steps": 8, "fragments": 1, "overlap": 8, "mixing": 0.5}, (0,)),
+        ({"inner_steps": 5, "fragments": 5, "overlap": 5, "mixing": 0.5}, (0, 1, 2, 3, 4)),
     ],
 )
-def test_every_fragment_leaves_and_arrives_once_within_the_round(settings, offsets):
+def test_fragments_are_sent_once_in_a_round_at_even_distances(settings, offsets):
     algorithm = Streaming(**settings)
     assert algorithm.offsets == offsets
     replica = FakeReplica(moves_by=-1.0)
@@ -100,9 +103,10 @@ def test_strided_fragments_have_every_other_layer_and_the_embeddings_alone():
 
 
 def test_several_fragments_share_the_link_one_after_the_other():
-    """A fragment takes 2 s to travel, and one leaves every second: the third waits for the two before it."""
+    """A fragment takes 2 s to travel, and islands send one after 0, 1 and 2.5 s: two wait for those before them, and the round of
+    4 s for the last."""
     numel = simulate(DiLoCo(inner_steps=1), steps=1).params.numel
-    link = Link(latency_s=0.5, bandwidth_mbit_per_s=1e9)  # two islands: a scatter and a gather of one hop each, so 1 s an exchange
+    link = Link(latency_s=1.0, bandwidth_mbit_per_s=1e9)  # two islands: a scatter and a gather of one hop each
     cluster = Cluster(islands=2, step_time_s=(0.5,), link=link)
     run = simulate(Streaming(inner_steps=8, fragments=3, overlap=6, split="contiguous"), steps=8, cluster=cluster)
     spans = [(event.start_s, event.end_s) for event in run.events if isinstance(event, Exchanged)]
@@ -110,7 +114,32 @@ def test_several_fragments_share_the_link_one_after_the_other():
     assert len(spans) == 3
     assert all(event.background for event in run.events if isinstance(event, Exchanged))
     assert all(later[0] >= earlier[1] for earlier, later in itertools.pairwise(spans)), "no two use the link at a time"
-    assert spans[1][0] == pytest.approx(spans[0][1]), "the second was ready before the link was"
+    assert [start for start, _ in spans] == pytest.approx([0.0, 2.0, 4.0])
+    assert run.finished.time_s == pytest.approx(6.0)
+
+
+def test_a_fragment_is_loaded_overlap_steps_after_it_was_sent_also_in_the_next_round():
+    """H=4, P=2, tau=3: fragment 1 is sent after step 2 and loaded after step 1 of the next round, where 4 is -4 - 1."""
+    algorithm = Streaming(inner_steps=4, fragments=2, overlap=3, outer=SGD(lr=1.0))
+    replica, peers = FakeReplica(moves_by=-1.0), ScriptedPeers()
+    state = one_round(algorithm, replica, peers, params=tree(0.0, 0.0))
+    assert [sent["w"].item() for sent in peers.sent] == [0.0, 2.0]
+    assert state.params["w"].tolist() == [0.0, -2.0], "both outer steps are taken at the end of the round"
+    assert state.local["w"].tolist() == [-1.0, -4.0], "fragment 0 was loaded after step 3, and fragment 1 is not yet"
+    assert state.unloaded == (1,)
+    state = drive(algorithm.round(state, replica, peers))
+    assert [sent["w"].item() for sent in peers.sent[2:]] == [1.0, 1.0], "fragment 1: one step after it was loaded as -2"
+    assert state.params["w"].tolist() == [-1.0, -3.0]
+    assert state.local["w"].tolist() == [-2.0, -5.0]
+
+
+def test_the_peak_stays_that_of_a_fragment_when_several_travel_at_a_time():
+    cluster = Cluster(islands=2, step_time_s=(1.0,), link=Link(latency_s=0.0))
+    one, several, all_ = (
+        simulate(Streaming(inner_steps=6, fragments=3, overlap=tau, mixing=0.5), steps=18, cluster=cluster).finished
+        for tau in (1, 3, 6)
+    )
+    assert one.busiest_second_bytes == several.busiest_second_bytes == all_.busiest_second_bytes == 8
 
 
 def test_islands_do_not_wait_for_fragments_that_arrive_in_time():
@@ -120,6 +149,16 @@ def test_islands_do_not_wait_for_fragments_that_arrive_in_time():
     hides = simulate(Streaming(inner_steps=4, fragments=2, overlap=1), steps=8, cluster=cluster)
     assert hides.finished.time_s == pytest.approx(8.0)
     assert waits.finished.time_s == pytest.approx(8.0 + 4 * 0.8)
+
+
+def test_the_busiest_second_has_one_fragment_where_diloco_sends_all_of_them():
+    cluster = Cluster(islands=2, step_time_s=(1.0,), link=Link(latency_s=0.0))
+    peaks = [
+        simulate(algorithm, steps=16, cluster=cluster).finished
+        for algorithm in (DiLoCo(inner_steps=8), Streaming(inner_steps=8, fragments=2), Streaming(inner_steps=8, fragments=3))
+    ]
+    assert [one.sent_bytes_per_island for one in peaks] == [peaks[0].sent_bytes_per_island] * 3
+    assert [one.busiest_second_bytes for one in peaks] == [24, 12, 8]
 
 
 def test_an_island_that_missed_its_exchanges_trains_on_with_its_own_weights():
@@ -137,6 +176,7 @@ def test_an_island_that_missed_its_exchanges_trains_on_with_its_own_weights():
         ({"fragments": 9}, "a step for each"),
         ({"overlap": 9}, "0 to inner_steps=8"),
         ({"overlap": -1}, "0 to inner_steps=8"),
+        ({"overlap": 8}, "these are all of its steps"),
         ({"mixing": 1.5}, "from 0 to 1"),
         ({"feedback": -0.1}, "from 0 to 1"),
     ],

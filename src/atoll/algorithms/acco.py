@@ -55,11 +55,10 @@ class Committed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ACCO(Overlapped):
-    """Accumulate while you communicate.
+    """Accumulate while you communicate. With a fixed batch each island computes exactly one batch per commit.
 
     Args:
         pieces_per_half: micro-batches in half a batch: a batch is cut into twice as many pieces, whose gradients are added up.
-        batch, clock, warmup: see `Overlapped`. With a fixed batch each island computes exactly one batch per commit.
     """
 
     pieces_per_half: int = 1

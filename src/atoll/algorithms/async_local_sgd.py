@@ -21,6 +21,7 @@ from typing import Any, Literal
 from atoll.core.config.type_checks import SecondsOrInfinite, check_types
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, Correction, Hub, Plan, Replica, Rule, shared
+from atoll.optim.codecs import CODECS, CodecName, check_feedback
 from atoll.optim.delayed_nesterov import DelayedNesterov
 from atoll.optim.staleness import check_weight, weight_of, weighted
 
@@ -47,6 +48,11 @@ class AsyncLocalSGD:
         speeds: in steps per second, one for each worker, where `pace` is given; empty where the engine knows them.
         shards: a worker's next shard is drawn by deficit (eq. 2) or is one with the fewest visits.
         ties: where several shards have the same chance, the worker keeps its last one, or chance decides.
+        codec: how deltas and weights travel: as `fp32`, or in the short forms of `atoll.optim.codecs`. The hub encodes by how much
+            its weights have changed since the worker last had them, and remembers what each worker decoded: one copy of the weights
+            per worker. A worker that is new gets the weights in fp32.
+        feedback: how much of what the codec left out of a worker's deltas is added to its next one: 1 all of it, 0 none. What it
+            left out of the weights is always in the next difference.
     """
 
     inner_steps: int
@@ -58,10 +64,13 @@ class AsyncLocalSGD:
     speeds: tuple[float, ...] = ()
     shards: Literal["deficit", "visits"] = "deficit"
     ties: Literal["last", "chance"] = "last"
+    codec: CodecName = "fp32"
+    feedback: float = 1.0
 
     def __post_init__(self) -> None:
         check_types(self)
         check_weight(self.weight)
+        check_feedback(self.feedback)
         assert self.plan, "a plan refuses what it cannot be"
 
     @property
@@ -73,6 +82,8 @@ class AsyncLocalSGD:
             speeds=self.speeds,
             shards=self.shards,
             ties=self.ties,
+            codec=CODECS[self.codec],
+            feedback=self.feedback,
         )
 
     def init(self, params: Tree) -> AsyncState:

@@ -55,10 +55,15 @@ class StepsOnGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(StepsOnGradients):
-    """Data-parallel training."""
+    """Data-parallel training.
 
-    accumulation: int = 1  # batches whose gradients an island adds up before it exchanges them
-    buckets: int = 1  # in the simulator: parts of the gradient, each of which is sent while the backward pass computes the next
+    Args:
+        accumulation: batches whose gradients an island adds up before it exchanges them.
+        buckets: in the simulator: parts of the gradient, each of which is sent while the backward pass computes the next.
+    """
+
+    accumulation: int = 1
+    buckets: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

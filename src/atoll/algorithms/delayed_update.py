@@ -45,9 +45,13 @@ class Updated(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DPU(Accumulating, Overlapped):
-    """Delayed parameter update. The paper accumulates until the exchange is over: `batch="free"`."""
+    """Delayed parameter update. The paper accumulates until the exchange is over: `batch="free"`.
 
-    warmup: int = 40  # updates at the beginning without delay, as ZeRO-1 does them. ZeRO-Offload's is 40
+    Args:
+        warmup: updates at the beginning without delay, as ZeRO-1 does them. ZeRO-Offload's is 40.
+    """
+
+    warmup: int = 40
 
     def init(self, params: Tree, peers: Peers) -> DPUState:
         return DPUState(*self.cut(params, peers), steps=0.0)

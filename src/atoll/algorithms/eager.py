@@ -31,14 +31,14 @@ class EagerState:
     """All that the algorithm remembers between rounds."""
 
     params: Tree = shared()
-    """Where the means have led: one round behind."""
+    """The global weights: initial ones plus the outer steps of all means so far. The mean of the last round is not in them yet."""
     outer: Any = shared()
     begin: Tree | None = own()
     """The weights that this island begins its next round with."""
     momentum: Any = own()
-    """The outer rule's state behind them; None: the shared one."""
+    """The outer rule's state after the steps that led to `begin`; None: the shared one."""
     delta: Tree | None = own()
-    """Of this island's last round. It travels during the next."""
+    """This island's delta of its last round, which it sends at the start of the next one; None: it has none to send."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,11 @@ class Eager:
     @property
     def steps_per_round(self) -> int:
         return self.inner_steps
+
+    @property
+    def averages_once(self) -> bool:
+        """No commit of an elastic run could have the delta of its round: the round exchanges the one before."""
+        return False
 
     def init(self, params: Tree, peers: Peers) -> EagerState:
         return EagerState(params, self.outer.init(params))

@@ -20,6 +20,7 @@ from atoll.core.protocols import Gradient, Peers, PendingExchange, Replica, Rule
 from atoll.optim import chunked_step
 from atoll.optim.chunked_step import Stepped
 from atoll.optim.schedules import at
+from atoll.optim.torch_optimizers import check_takes_slices
 
 Precision = Literal["own", "fp32", "bf16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -44,6 +45,10 @@ class Sharded(StepsOnGradients):
 
     wire: Precision = "own"
     sums: Literal["own", "fp32"] = "own"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_takes_slices(self.optimizer, self)
 
     def cut(self, params: Tree, peers: Peers) -> tuple[Tree, Any]:
         """This island's slice of these weights, and an optimizer state for it."""
@@ -107,9 +112,13 @@ class Sharded(StepsOnGradients):
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulating(Sharded):
-    """Algorithms that add up whole batches before an exchange."""
+    """Algorithms that add up whole batches before an exchange.
 
-    accumulation: int = 1  # batches whose gradients an island adds up before it exchanges them
+    Args:
+        accumulation: batches whose gradients an island adds up before it exchanges them.
+    """
+
+    accumulation: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,9 +10,10 @@ or mixed with the new weights.
     paper   H             P           tau       alpha    theta_p                         Delta_p
     here    inner_steps   fragments   overlap   mixing   fragment p of replica.params()   delta
 
-Within a round the offsets are even: `inner_steps / fragments` steps apart, the last fragment arriving at the end of the round. If
-`overlap` is longer than that, the first fragment leaves at the start of the round and the others at even distances, so several are
-under way at a time. No fragment travels across the end of a round: what is saved there is the whole algorithm.
+The fragments of a round are sent `inner_steps / fragments` steps apart, the last so that its outer step ends the round. If
+`overlap` is longer than that distance, several fragments travel at a time, the first is sent at the start of the round, and the
+last are loaded in the next round. An island waits for their means at the end of the round and takes their outer steps there, so
+that what is saved between two rounds is the whole algorithm.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from atoll.optim.sgd import Nesterov
 
 FragmentSplit = Literal["contiguous", "balanced", "strided"]
 FragmentRanges = tuple[tuple[int, int], ...]
+Action = Literal["send", "receive", "load"]
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,15 @@ class StreamingState:
     """All that the algorithm remembers between rounds."""
 
     params: Tree = shared(donated=True)
-    """Of each fragment, the weights of its last agreement."""
+    """The global weights: of each fragment those after its last outer step."""
     outer: tuple[Any, ...] = shared(donated=True)
     """The outer rule's state of each fragment."""
     local: Tree | None = own()
-    """This island's weights: between two agreements on a fragment they are its own."""
-    unsent: tuple[Tree | None, ...] = own(())
-    """What the codec has left out of this island's deltas so far, by fragment."""
+    """The weights that this island's replica held at the end of its last round."""
+    unsent: tuple[Tree | None, ...] = own((), residual=True)
+    """The error buffer of each fragment: see `DiLoCo`."""
+    unloaded: tuple[int, ...] = own(())
+    """Fragments of `params` that this island loads during the next round: it sent them less than `overlap` steps ago."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +60,9 @@ class Streaming:
     Args:
         inner_steps: steps between two agreements on a fragment; the paper uses 100.
         fragments: number of fragments; with 1 and no overlap this is DiLoCo.
-        overlap: steps between sending a fragment's delta and taking its outer step. The paper advises 1 to 5.
-        mixing: the share of the island's own weights in the fragment that it loads: 0 drops the steps it took meanwhile, 1 ignores
-            the agreement.
+        overlap: steps between sending a fragment's delta and loading the agreed weights. The paper advises 1 to 5.
+        mixing: the share of the island's own weights in the fragment that it loads: 0 drops the steps that it took after it sent
+            the fragment, 1 ignores the agreement.
         split: fragments are `contiguous` ranges of equal size, whole tensors `balanced` by size, or whole layers, `strided`: with
             the embeddings and the other tensors outside of layers as one fragment, layers p, p+P, p+2P ... as another.
         outer: the rule applied to each fragment's mean delta.
@@ -85,6 +89,11 @@ class Streaming:
             raise ConfigError(
                 f"overlap={self.overlap}: a fragment travels for 0 to inner_steps={self.inner_steps} steps. Use 0 to wait for it."
             )
+        if self.overlap == self.inner_steps and self.mixing == 0:
+            raise ConfigError(
+                f"overlap={self.overlap} with mixing=0: an island drops the steps that it takes while a fragment travels, and with "
+                f"inner_steps={self.inner_steps} these are all of its steps. Use a shorter overlap, or a mixing above 0."
+            )
         if not 0 <= self.mixing <= 1:
             raise ConfigError(f"mixing={self.mixing}: it is a share from 0 to 1. Use 0 to load what was agreed on.")
         check_feedback(self.feedback)
@@ -94,25 +103,31 @@ class Streaming:
         return self.inner_steps
 
     def init(self, params: Tree, peers: Peers) -> StreamingState:
-        return StreamingState(params, tuple(self.outer.init(params.select(each).copy()) for each in self._ranges(params)))
+        return StreamingState(params, tuple(self.outer.init(params.select(each).writable()) for each in self._ranges(params)))
 
     async def round(self, state: StreamingState, replica: Replica, peers: Peers) -> StreamingState:
         work, done = peers.work(self.inner_steps), 0
         state = await peers.catch_up(state)
-        state = replace(state, params=state.params.copy())  # once a round; its fragments are then replaced one by one
+        state = replace(state, params=state.params.writable())  # its fragments are replaced one by one
         replica.load(state.params if state.local is None else state.local)
         flights: dict[int, Awaitable[Mean]] = {}
-        for step, sends, fragment in self._calendar():
+        unloaded = state.unloaded
+        for step, action, fragment in self._schedule():
             if step > done:
-                await replica.train(step - done, replace(work, start=work.start + done, schedule=work.schedule + done))
+                await replica.train(step - done, work.after(done))
                 done = step
-            if sends:
-                encoding = encoding_of(self.codec, replace(work, schedule=work.schedule + step), peers)
+            if action == "send":
+                encoding = encoding_of(self.codec, work.after(step), peers)
                 exchange = peers.mean(self._delta(state, replica, fragment), compare=True, encoding=encoding)
                 flights[fragment] = peers.background(exchange) if self.overlap else exchange
-            else:
-                state = self._arrived(state, replica, fragment, await flights.pop(fragment))
-        return replace(state, local=replica.params())
+            elif action == "receive":
+                mean = await flights.pop(fragment)
+                if mean.heard and mean.weight:  # else the island trains on with its own weights
+                    state, unloaded = self._outer_step(state, fragment, mean), (*unloaded, fragment)
+            elif fragment in unloaded:
+                self._load(state, replica, fragment)
+                unloaded = tuple(other for other in unloaded if other != fragment)
+        return replace(state, local=replica.params(), unloaded=unloaded)
 
     def _delta(self, state: StreamingState, replica: Replica, fragment: int) -> Tree:
         ranges = self._ranges(state.params)[fragment]
@@ -120,35 +135,48 @@ class Streaming:
         unsent = state.unsent[fragment] if state.unsent else None
         return delta if unsent is None else delta.add_(unsent, self.feedback)
 
-    def _arrived(self, state: StreamingState, replica: Replica, fragment: int, mean: Mean) -> StreamingState:
-        """The outer step of a fragment. An island that missed the exchange trains on with its own weights."""
-        if not (mean.heard and mean.weight):
-            return state
+    def _load(self, state: StreamingState, replica: Replica, fragment: int) -> None:
         ranges = self._ranges(state.params)[fragment]
-        new, outer = self.outer.update(state.params.select(ranges).copy(), mean.value, state.outer[fragment])
-        replica.load(new if self.mixing == 0 else new.lerp(replica.params().select(ranges), self.mixing))
-        state.params.paste_(new)
-        unsent = _with(state.unsent or (None,) * self.fragments, fragment, mean.unsent if self.feedback else None)
-        return replace(state, outer=_with(state.outer, fragment, outer), unsent=unsent if self.codec != "fp32" else ())
+        new = state.params.select(ranges)
+        replica.load(new.lerp(replica.params().select(ranges), self.mixing) if self.mixing else new)
 
-    def _calendar(self) -> list[tuple[int, bool, int]]:
-        """What happens in a round, in order: the step, whether a fragment is sent or arrives, and which one. An island loads a
-        fragment that arrives before it sends another."""
-        sent = [(step, True, fragment) for fragment, step in enumerate(self.offsets)]
-        arrived = [(step + self.overlap, False, fragment) for step, _, fragment in sent]
-        return sorted([*sent, *arrived], key=lambda event: (event[0], event[1] == bool(self.overlap), event[2]))
+    def agreed(self, state: StreamingState, number: int, mean: Mean) -> StreamingState:
+        if not mean.weight:
+            return state
+        return self._outer_step(replace(state, params=state.params.copy()), number, mean)
+
+    def _outer_step(self, state: StreamingState, fragment: int, mean: Mean) -> StreamingState:
+        """The outer step of a fragment, whose new weights are written into `state.params`."""
+        ranges = self._ranges(state.params)[fragment]
+        new, outer = self.outer.update(state.params.select(ranges), mean.value, state.outer[fragment])
+        state.params.paste_(new)
+        unsent = state.unsent or (None,) * self.fragments if self.codec != "fp32" and self.feedback else ()
+        if unsent and mean.unsent is not None:
+            unsent = _with(unsent, fragment, mean.unsent)
+        return replace(state, outer=_with(state.outer, fragment, outer), unsent=unsent)
+
+    def _schedule(self) -> list[tuple[int, Action, int]]:
+        """What an island does in a round, in order, with which fragment, and after which step. A fragment is received when it is
+        due, or at the end of the round. Of one step, a fragment is loaded before another is sent, as far as they differ."""
+        actions: list[tuple[int, Action, int]] = []
+        for fragment, sent in enumerate(self.offsets):
+            due, end = sent + self.overlap, self.inner_steps
+            actions += [(sent, "send", fragment), (min(due, end), "receive", fragment)]
+            actions.append((due if due <= end else due - end, "load", fragment))
+        order = ["receive", "load", "send"] if self.overlap else ["send", "receive", "load"]
+        return sorted(actions, key=lambda each: (each[0], order.index(each[1]), each[2]))
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """The step of a round after which each fragment is sent.
 
         >>> Streaming(inner_steps=100, overlap=5).offsets, Streaming(inner_steps=100, overlap=50).offsets
-        ((20, 45, 70, 95), (0, 16, 33, 50))
+        ((20, 45, 70, 95), (0, 25, 50, 75))
         """
-        last, count = self.inner_steps - self.overlap, self.fragments
-        if self.overlap * count <= self.inner_steps:
-            return tuple(self.inner_steps * (number + 1) // count - self.overlap for number in range(count))
-        return tuple(last * number // max(1, count - 1) for number in range(count))
+        steps, count = self.inner_steps, self.fragments
+        if self.overlap * count <= steps:
+            return tuple(steps * (number + 1) // count - self.overlap for number in range(count))
+        return tuple(steps * number // count for number in range(count))
 
     def _ranges(self, params: Tree) -> tuple[FragmentRanges, ...]:
         return fragment_ranges(params.layout, self.fragments, self.split)

@@ -37,9 +37,13 @@ class ZeRO1State:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeRO1(Accumulating):
-    """Data-parallel training with a sharded optimizer."""
+    """Data-parallel training with a sharded optimizer.
 
-    buckets: int = 1  # in the simulator: parts of the gradient, each of which is reduced while the backward pass computes the next
+    Args:
+        buckets: in the simulator: parts of the gradient, each of which is reduced while the backward pass computes the next.
+    """
+
+    buckets: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
