@@ -38,9 +38,11 @@ RULES = [
 ALGORITHMS = [
     DDP(optimizer=AdamW(lr=0.1)),
     DDP(optimizer=SGD(lr=0.05), accumulation=3, clip_norm=1.0),
+    DDP(optimizer=AdamW(lr=0.1), buckets=8),
     ZeRO1(optimizer=AdamW(lr=0.1)),
     ZeRO1(optimizer=SGD(lr=0.05), accumulation=3, clip_norm=1.0),
     ZeRO1(optimizer=AdamW(lr=0.1), wire="bf16", weigh="tokens"),
+    ZeRO1(optimizer=AdamW(lr=0.1), weigh="tokens", buckets=4),
     FSDP(optimizer=AdamW(lr=0.1), accumulation=2),
     ACCO(optimizer=AdamW(lr=0.1)),
     ACCO(optimizer=SGD(lr=0.05), pieces_per_half=2, clip_norm=1.0, warmup=2),
@@ -60,6 +62,14 @@ ALGORITHMS = [
     DiLoCo(inner_steps=2, pruned=0.25),
     DiLoCo(inner_steps=2, merge="disjoint", weighting="examples"),
     DiLoCo(inner_steps=2, moments="averaged"),
+    DiLoCo(inner_steps=2, moments="averaged", moment_rounds=(2, 3), weighting="tokens"),
+    DiLoCo(inner_steps=2, quorum=2, grace_s=0.5),
+    DiLoCo(inner_steps=2, quorum=1, late="dropped", moments="averaged"),
+    DiLoCo(inner_steps=2, quorum=2, missed="agreed", codec="int8"),
+    DiLoCo(inner_steps=2, quorum=1, late="dropped", codec="int4"),
+    DiLoCo(inner_steps=2, codec="bf16"),
+    DiLoCo(inner_steps=2, codec="fp4"),
+    DiLoCo(inner_steps=2, codec="int4"),
     DiLoCo(inner_steps=2, codec="int8"),
     DiLoCo(inner_steps=2, codec="int2", weighting="examples"),
     DiLoCo(inner_steps=2, codec="topk", feedback=0.95, outer=SGD(lr=1.0)),
@@ -67,6 +77,7 @@ ALGORITHMS = [
     Streaming(inner_steps=4, fragments=2, overlap=0),
     Streaming(inner_steps=4, fragments=2, overlap=1, mixing=0.5),
     Streaming(inner_steps=4, fragments=3, overlap=3, codec="bf16-stochastic"),
+    Streaming(inner_steps=4, fragments=2, overlap=1, split="balanced", codec="int4"),
 ]
 
 ASYNC_ALGORITHMS = [
@@ -78,6 +89,8 @@ ASYNC_ALGORITHMS = [
     AsyncLocalSGD(inner_steps=2, outer=Momentum(lr=0.1), weight="sqrt(k)/k", shards="visits", ties="chance"),
     AsyncLocalSGD(inner_steps=3, outer=Adam(lr=0.05, eps=0.1)),
     AsyncLocalSGD(inner_steps=2, outer=SGD(lr=0.7), correction=Polynomial(threshold=6)),
+    AsyncLocalSGD(inner_steps=2, codec="int4"),
+    AsyncLocalSGD(inner_steps=4, codec="bf16-stochastic", feedback=0.5, grace_s=0.5),
     AsyncLocalSGD(inner_steps=2, outer=SGD(lr=0.5), correction=DelayCompensation(strength=0.5)),
 ]
 

@@ -9,10 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from transformers import AutoTokenizer
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.data.document_sources import Document
-from atoll.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
+from atoll.data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    Tokenizer,
+    bpe_vocab_size,
+    huggingface_files,
+    load_tokenizer,
+    train_bpe,
+)
 
 TEXTS = ["the cat sat on the mat\n" * 20, "def f(x):\n    return x + x\n" * 20, "naïve café — 東京 🙂\n" * 5]
 DOCUMENTS = [Document(str(n), "a", text) for n, text in enumerate(TEXTS)]
@@ -35,6 +44,22 @@ def test_decoding_gives_the_text_back_and_no_text_contains_the_end(tokenizer: To
     assert tokenizer.end_of_text not in ids.tolist()
     assert ids.ndim == 1
     assert ids.dtype == np.uint16
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "\x00\r\n\t", "a<|endoftext|>b", "unseen: ελληνικά \u202e \u0301"])
+def test_the_files_for_transformers_give_the_same_ids_and_text(tokenizer: Tokenizer, text: str, tmp_path: Path):
+    for name, content in huggingface_files(tokenizer, 64).items():
+        (tmp_path / name).write_text(json.dumps(content))
+    theirs, ids = AutoTokenizer.from_pretrained(tmp_path), tokenizer.encode(text).tolist()
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+    assert (theirs.eos_token_id, len(theirs)) == (tokenizer.end_of_text, tokenizer.vocab_size)
+
+
+def test_the_byte_tokenizer_for_transformers_is_read_back_with_the_same_ids(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(huggingface_files(ByteTokenizer(), 64)["tokenizer.json"]))
+    again, everything = load_tokenizer(str(tmp_path)), bytes(range(1, 128)).decode() + "é🙂"
+    assert again.encode(everything).tolist() == ByteTokenizer().encode(everything).tolist()
 
 
 @given(st.text())

@@ -8,13 +8,17 @@ import torch
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Gradient, Work
+from atoll.core.serialization import pack, unpack
+from atoll.models.gpt import GPT
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import WSD, Constant, Cosine
 from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.optim.torch_optimizers import Muon, TorchOptimizer
 from atoll.replica.evaluator import Evaluator
 from atoll.replica.forward_backward import two_examples
 from atoll.replica.local_replica import LocalReplica, RoundStart
 from atoll.testing.simulated_runs import Regression
+from benchmarks.decoder_workload import DecoderWorkload, RepeatedBatch
 
 WORKLOAD = Regression(hidden=6)
 
@@ -114,6 +118,34 @@ def test_a_resumed_replica_has_the_bits_of_one_that_was_not_stopped(dropout):
     second.train(8, work(12))
     assert second.params().equal(straight.params())
     assert straight.traits.draws_randomness == (dropout > 0)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Muon(lr=0.01),
+        TorchOptimizer(name="Adagrad", lr=0.01),
+        TorchOptimizer(name="Adafactor", lr=0.01),
+        TorchOptimizer(name="SGD", lr=0.01, options="momentum=0.9, dampening=0.5"),
+    ],
+    ids=repr,
+)
+def test_torchs_optimizers_resume_from_a_packed_checkpoint_bit_for_bit_and_their_moments_can_be_replaced(rule, dtype):
+    tokens = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(0))
+    decoder = DecoderWorkload(GPT(layers=1, width=16, heads=2, head_size=8), RepeatedBatch(tokens), 31)
+    straight, resumed = (LocalReplica(decoder, optimizer=rule, clip_norm=0.5, dtype=dtype) for _ in range(2))
+    straight.train(3, work())
+    resumed.restore(unpack(pack(straight.state()), None))
+    resumed.load(straight.params())
+    for replica in (straight, resumed):
+        replica.train(3, work(3))
+    assert resumed.params().same_bits(straight.params())
+    before = straight.moments()
+    straight.load_moments({name: 2 * moment for name, moment in before.items()})
+    after = straight.moments()
+    assert before.keys() == after.keys()
+    assert all((2 * moment).same_bits(after[name]) for name, moment in before.items())
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -225,6 +257,26 @@ def test_a_fresh_optimizer_makes_every_round_that_of_a_new_replica(rule):
             replica.train(5, work(5 * round))
         assert old.params().equal(new.params())
     assert not keeping.params().equal(old.params()), "moments matter here, so that forgetting them shows"
+
+
+@pytest.mark.parametrize("settings", [RoundStart(fresh_optimizer=True), RoundStart(peak_first=True)], ids=str)
+def test_a_round_that_trains_in_parts_starts_once(settings):
+    rule = AdamW(lr=Cosine(lr=0.1, steps=12, floor=0.01))
+    whole, parts = (LocalReplica(WORKLOAD, optimizer=rule, round_start=settings) for _ in range(2))
+    for start in (0, 6):
+        whole.train(6, work(start))
+        for done, steps in ((0, 1), (1, 3), (4, 2)):
+            parts.train(steps, work(start).after(done))
+    assert parts.params().equal(whole.params())
+
+
+def test_an_island_that_takes_only_the_last_steps_of_a_round_starts_with_a_fresh_optimizer():
+    old, new = (LocalReplica(WORKLOAD, optimizer=AdamW(lr=0.01), round_start=RoundStart(fresh_optimizer=True)) for _ in range(2))
+    old.train(6, work())
+    new.load(old.params())
+    for replica in (old, new):
+        replica.train(2, work(6).after(4))
+    assert old.params().equal(new.params())
 
 
 def test_a_fresh_optimizer_saves_no_moments_and_resumes_bit_for_bit():

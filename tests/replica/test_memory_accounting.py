@@ -94,5 +94,15 @@ def test_the_formulas_have_the_runs_own_widths(algorithm, half, single):
         assert paper.per_param == eval(text)
 
 
+def test_feedback_adds_four_bytes_for_what_the_codec_left_out():
+    replica = LocalReplica(Regression(), optimizer=Nesterov())
+    plain, fed, bare = (
+        paper_formula(DiLoCo(inner_steps=2, codec=codec, feedback=feedback), replica, 3)
+        for codec, feedback in (("fp32", 1.0), ("int4", 0.5), ("int4", 0.0))
+    )
+    assert (fed.text, fed.per_param) == (f"{plain.text}+4", plain.per_param + 4)
+    assert bare == plain
+
+
 def test_an_algorithm_that_the_paper_lacks_has_no_formula():
     assert paper_formula(AsyncLocalSGD(inner_steps=1), LocalReplica(Regression(), optimizer=SGD(lr=0.1)), 3) is None

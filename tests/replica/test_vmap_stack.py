@@ -11,6 +11,7 @@ from atoll.models.gpt import GPT
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
+from atoll.optim.torch_optimizers import TorchOptimizer
 from atoll.replica.local_replica import GradientJob, LocalReplica, RoundStart, TrainJob
 from atoll.replica.vmap_stack import RaggedBatches, VmapStack, why_not_stackable
 from benchmarks.decoder_workload import DecoderWorkload, RepeatedBatch
@@ -18,7 +19,7 @@ from benchmarks.decoder_workload import DecoderWorkload, RepeatedBatch
 torch.set_num_threads(1)
 
 MODEL = GPT(layers=2, width=16, heads=2, head_size=8)
-RULES = [AdamW(lr=0.01, weight_decay=0.3), Adam(lr=0.01), SGD(lr=0.1), Nesterov(lr=0.05)]
+RULES = [AdamW(lr=0.01, weight_decay=0.3), Adam(lr=0.01), SGD(lr=0.1), Nesterov(lr=0.05), TorchOptimizer(name="NAdam", lr=0.01)]
 CLOSE = {"rtol": 1e-3, "atol": 2e-5}
 
 

@@ -130,6 +130,10 @@ class KMeans(_LabelPartition):
         check_types(self)
         check_positive(self, "fit_examples", "restarts", "max_iterations", "batch_examples", path="KMeans ")
 
+    def libraries(self) -> tuple[Any, Any]:
+        """sklearn.cluster and threadpoolctl, or a ConfigError that says how to install them."""
+        return tuple(require(name, extra="noniid", purpose="KMeans partitions") for name in ("sklearn.cluster", "threadpoolctl"))
+
     def _assign(self, examples: TokenExamples, num_shards: int, seed: int, features: Features | None) -> tuple[Indices, str]:
         if features is None:
             raise ConfigError(
@@ -139,8 +143,7 @@ class KMeans(_LabelPartition):
             raise ConfigError(
                 f"KMeans fit_examples={self.fit_examples} cannot show {num_shards} clusters. Raise it to {num_shards} or more."
             )
-        cluster = require("sklearn.cluster", extra="noniid", purpose="KMeans partitions")
-        limits = require("threadpoolctl", extra="noniid", purpose="KMeans partitions").threadpool_limits
+        cluster, threads = self.libraries()
         clustering = cluster.KMeans(
             num_shards,
             n_init=self.restarts,
@@ -149,7 +152,7 @@ class KMeans(_LabelPartition):
         )
         sample = np.unique(np.linspace(0, examples.count - 1, min(self.fit_examples, examples.count)).astype(np.int64))
         # One thread: with several, the order of sums varies from run to run. Sklearn warns of too few clusters; `shards` raises.
-        with limits(limits=1), warnings.catch_warnings():
+        with threads.threadpool_limits(limits=1), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             clustering.fit(self._features(examples, sample, features))
             label = np.empty(examples.count, dtype=np.int64)

@@ -73,6 +73,8 @@ class Text:
     def load(self, log: Callable[[str], object] = lambda line: None) -> LoadedText:
         """The tokens and their tokenizer. `log` takes lines while long files of prepared text are verified. Raises DataError if the
         text cannot be found, read or split."""
+        if isinstance(self.partition, KMeans):  # it partitions after the warm start, which may take hours
+            self.partition.libraries()
         folder = self.prepared_folder
         return self._read() if folder is None else self._map(folder, log)
 

@@ -129,9 +129,52 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return BPETokenizer(read_text(path), source=str(path))
 
 
+def tokenizer_in(folder: str) -> BPETokenizer | None:
+    """The tokenizer in a model's folder; none if it has no file that `load_tokenizer` reads."""
+    path = expanded(folder)
+    names = ("tokenizer.json", "merges.txt")
+    return _from_folder(path) if any(_plain_or_compressed(path, name) for name in names) else None
+
+
 def load_saved_tokenizer(file: Path) -> Tokenizer:
     """The tokenizer that a run or `prepare` saved; bytes if there is no such file."""
     return load_tokenizer(str(file)) if os.path.lexists(file) else ByteTokenizer()
+
+
+def huggingface_files(tokenizer: Tokenizer, max_length: int) -> dict[str, dict[str, Any]]:
+    """The contents of the files, by name, from which `AutoTokenizer` of transformers makes a tokenizer that gives the same ids. It
+    adds no token to a text, and takes a special token that a text spells for text, as `encode` does."""
+    if isinstance(tokenizer, BPETokenizer):
+        whole = {**json.loads(tokenizer.text), "post_processor": None, "truncation": None, "padding": None}
+        end_of_text = next((one["content"] for one in whole["added_tokens"] if one["id"] == tokenizer.end_of_text), None)
+    else:
+        whole, end_of_text = _bytes_as_bpe(), END_OF_TEXT
+    ends = {name: end_of_text for name in ("bos_token", "eos_token") if end_of_text is not None}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length, "split_special_tokens": True}
+    return {"tokenizer.json": whole, "tokenizer_config.json": {**config, **ends, "clean_up_tokenization_spaces": False}}
+
+
+def _bytes_as_bpe() -> dict[str, Any]:
+    """The byte tokenizer as a file of the `tokenizers` library: BPE without merges. Byte-level BPE writes a byte as a character:
+    itself if it is printable, else the next of those from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (number for number in range(256) if number not in printable)
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+    special = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    unused = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    vocab = {characters[byte]: byte for byte in range(256)} | {END_OF_TEXT: ByteTokenizer.end_of_text}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": ByteTokenizer.end_of_text, "content": END_OF_TEXT, **special, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", **unused, "fuse_unk": False, "byte_fallback": False, "vocab": vocab, "merges": []},
+    }
 
 
 def bpe_vocab_size(spec: str) -> int | None:

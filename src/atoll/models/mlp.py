@@ -14,7 +14,11 @@ from atoll.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class MLP:
-    """The number of hidden units; the authors' large run has 65,000."""
+    """A perceptron with one hidden layer.
+
+    Args:
+        hidden: number of hidden units; the authors' large run has 65,000.
+    """
 
     hidden: Annotated[int, AtMost(2**30)] = 65_000
 

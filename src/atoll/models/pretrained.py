@@ -1,7 +1,8 @@
-"""A causal language model of the Hugging Face library, loaded from a folder on disk without using the network.
+"""A causal language model of the Hugging Face library, from a folder on disk without using the network.
 
 The folder is one that `save_pretrained` wrote, or a copy of a model's repository: `config.json` and weights. Weights are loaded in
-float32, whatever their saved dtype. Tied weights stay tied. Dropout is as the config says.
+float32, whatever their saved dtype. Or the config alone is read, and the library draws the weights. Tied weights stay tied. Dropout
+is as the config says.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -29,13 +30,19 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weight file, for the fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """The folder of a model, and patterns of parameters to freeze.
+    """The folder of a model, where its weights come from, and patterns of parameters to freeze.
 
     In a pattern such as `transformer.wte.*`, `*` also matches dots. A tied parameter matches by any of its names.
+
+    Args:
+        path: the folder of the model, in Hugging Face's format.
+        frozen: patterns of the names of parameters that are not trained.
+        weights: `loaded` from the folder, or `random`: drawn by the library from config.json and the run's seed.
     """
 
     path: str = ""
     frozen: tuple[str, ...] = ()
+    weights: Literal["loaded", "random"] = "loaded"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -54,27 +61,44 @@ class Pretrained:
             )
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} has no config.json, so it holds no model. Give the folder that does.")
-        if not _weight_files(folder):
+        if self.weights == "loaded" and not _weight_files(folder):
             raise ConfigError(
-                f"{folder} has a config.json but no weights ({' or '.join(_WEIGHTS)}). Copy them there, or save the model with "
-                f"`save_pretrained`."
+                f"{folder} has a config.json but no weights ({' or '.join(_WEIGHTS)}). Copy them there, save the model with "
+                f"`save_pretrained`, or start from random weights: model.weights=random."
             )
         return folder
 
-    def build(self) -> nn.Module:
-        """A new module in float32 with the folder's weights, in training mode. The global RNG keeps its state.
+    def build(self, seed: int = 0) -> nn.Module:
+        """A new module in float32 with the folder's weights, or with random ones by this seed, in training mode. The global RNG
+        keeps its state.
 
         Raises ConfigError if the folder's files are incomplete, or if all parameters are frozen.
         """
-        module = _load(self.check()).float().train()
+        folder = self.check()
+        module = (_load(folder) if self.weights == "loaded" else _draw(folder, seed)).float().train()
         self._freeze(module)
         return module
+
+    def check_reads(self, module: nn.Module, largest_id: int, longest: int, tokenizer: str, length: str) -> None:
+        """Refuse data with ids or lengths that the module cannot read. `tokenizer` and `length` are the settings to change."""
+        rows = cast(Any, module).get_input_embeddings().weight.shape[0]
+        if largest_id >= rows:
+            raise ConfigError(
+                f"the data hold the token {largest_id}, and the model in {self.path} has {rows} tokens, counted from 0: the "
+                f"tokenizer is another model's. {tokenizer}"
+            )
+        max_positions = getattr(module.config, "max_position_embeddings", None)
+        if max_positions is not None and longest > max_positions:
+            raise ConfigError(
+                f"an example has {longest} tokens, and the model in {self.path} reads at most {max_positions}. "
+                f"Set {length}={max_positions}."
+            )
 
     def fingerprint(self) -> str:
         """A digest of the config and of samples of the weights: equal for folders that hold the same model."""
         folder, state = self.check(), blake2b(digest_size=16)
         state.update((folder / "config.json").read_bytes())
-        for path in _weight_files(folder):
+        for path in _weight_files(folder) if self.weights == "loaded" else ():
             size = path.stat().st_size
             state.update(f"{path.name}/{size}".encode())
             with open(path, "rb") as file:
@@ -124,6 +148,22 @@ def _load(folder: Path) -> nn.Module:
             f"{folder} lacks the weights of {', '.join(missing[:3])}{' and others' if len(missing) > 3 else ''}: it is cut "
             f"short, or another kind of model. Copy it again from its source."
         )
+    return cast(nn.Module, module)
+
+
+def _draw(folder: Path, seed: int) -> nn.Module:
+    transformers = require("transformers", extra="hf", purpose="models of the Hugging Face library")
+    with torch.random.fork_rng(devices=[]), silent_transformers():
+        torch.default_generator.manual_seed(seed)
+        try:
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            config.torch_dtype = torch.float32  # in which weights are drawn; the config may name another
+            module = transformers.AutoModelForCausalLM.from_config(config)
+        except Exception as error:  # the library raises errors of many kinds
+            raise ConfigError(
+                f"{folder / 'config.json'} describes no causal language model that transformers can build "
+                f"({type(error).__name__}: {error}). Give the config of a decoder."
+            ) from error
     return cast(nn.Module, module)
 
 

@@ -9,11 +9,11 @@ a module the interface of a flat one, for modules that atoll built with paramete
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -50,6 +50,7 @@ class FlatModule:
         self._matrices = sum(piece.count for piece in self.layout.pieces if len(piece.shape) >= 2)
         parts = self._params[: self._matrices], self._params[self._matrices :]
         self._groups = tuple([nn.Parameter(part)] if len(part) else [] for part in parts)
+        self._tensors: dict[str, nn.Parameter] = {}  # views in the tensors' own shapes, made when an optimizer needs them
 
     def load(self, params: Tree) -> None:
         """Writes these weights into the module, all of them or some pieces."""
@@ -64,10 +65,9 @@ class FlatModule:
         self._check()
         return Tree(self.layout, self._params).borrow()
 
-    def read(self) -> Tree:
-        """A copy of the module's weights."""
-        self._check()
-        return Tree(self.layout, empty(self.layout.numel, self._params.dtype, self._params.device).copy_(self._params))
+    def read(self, layout: Layout | None = None) -> Tree:
+        """A copy of the module's weights in this layout (None: of all)."""
+        return self.borrowed().part(layout or self.layout).claim()
 
     def equals(self, params: Tree) -> bool:
         """Whether the module has these weights, bit for bit after rounding to its precision."""
@@ -119,6 +119,12 @@ class FlatModule:
         """The parameters for an optimizer: those with weight decay (matrices), and the others."""
         return self._groups[0], self._groups[1]
 
+    def tensor_parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters for an optimizer that needs each tensor in its own shape."""
+        if not self._tensors:
+            self._tensors = {name: nn.Parameter(view) for name, view in self.layout.views(self._params).items()}
+        return self._tensors
+
     def gradients(self) -> Sequence[Tensor]:
         """All gradients, which the caller may scale in place."""
         return [] if self._bound is None else [self._bound]
@@ -130,6 +136,8 @@ class FlatModule:
             for group, start in zip(self._groups, (0, self._matrices), strict=True):
                 for parameter in group:
                     parameter.grad = self._grads[start : start + parameter.numel()]
+            for name, parameter in self._tensors.items():
+                parameter.grad = self._grad_views[name]
         return self._grads
 
     def _unbind(self) -> None:
@@ -155,7 +163,9 @@ class ModuleWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        # Who wrapped a module has imported fsdp, which takes a second.
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        self._fsdp_modules = [part for part in module.modules() if fsdp is not None and isinstance(part, fsdp.FSDPModule)]
         self._reshard()
         self._entered = trainable(module)
         self.parameters = {_plain_name(module, name): parameter for name, parameter in self._entered.items()}
@@ -176,20 +186,33 @@ class ModuleWeights:
         """Whether FSDP2 has sharded the module."""
         return any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
 
-    def read(self) -> Tree:
+    def read(self, layout: Layout | None = None) -> Tree:
+        """A copy of the weights in this layout (None: of all)."""
         self._check()
-        flat = empty(self.layout.numel, self.layout.dtype, self.device)
-        for part, parameter in self._parts(flat):
-            part.copy_(local(parameter).reshape(-1))
-        return Tree(self.layout, flat)
+        layout = layout or self.layout
+        tree = Tree(layout, empty(layout.numel, self.layout.dtype, self.device))
+        for (piece, start), values in self._pieces(tree):
+            values.copy_(local(self.parameters[piece.name]).reshape(-1)[start : start + piece.count])
+        return tree
 
     def write(self, params: Tree) -> None:
+        """Writes these weights into the module, all of them or some pieces."""
         self._check()
-        assert params.layout == self.layout, "these weights have another model's layout"
         with torch.no_grad():
-            for part, parameter in self._parts(params.flat):
-                mine = local(parameter)
-                mine.copy_(part.view(mine.shape))
+            for (piece, start), values in self._pieces(params):
+                mine = local(self.parameters[piece.name])
+                if piece.count == mine.numel():
+                    mine.copy_(values.view(mine.shape))
+                elif mine.is_contiguous():
+                    mine.view(-1)[start : start + piece.count].copy_(values)
+                else:  # its elements in the order of the layout are no range of its memory
+                    whole = mine.flatten()
+                    whole[start : start + piece.count].copy_(values)
+                    mine.copy_(whole.view(mine.shape))
+
+    def borrowed(self) -> Tree:
+        """The module's weights, borrowed: pieces of them are collected when they are read."""
+        return Tree.borrowed_from(self.layout, lambda layout: self.read(layout).flat)
 
     def check_gradients(self) -> None:
         """Raises ConfigError if the module has no gradients to take."""
@@ -224,6 +247,13 @@ class ModuleWeights:
         for piece, at in zip(self.layout.pieces, self.layout.offsets.values(), strict=True):
             yield flat[at : at + piece.count], self.parameters[piece.name]
 
+    def _pieces(self, tree: Tree) -> Iterator[tuple[tuple[Piece, int], Tensor]]:
+        """Each piece of a part of the weights, where it begins in this process's part of its parameter, and its values."""
+        for piece, values in zip(tree.layout.pieces, torch.split(tree.flat, [p.count for p in tree.layout.pieces]), strict=True):
+            mine = self.layout.index[piece.name]
+            assert mine.shape == piece.shape, "these weights have another model's layout"
+            yield (piece, piece.start - mine.start), values
+
     def _reshard(self) -> None:
         """After an evaluation FSDP2's parameters stay gathered for a while, and what is written to them then is lost."""
         for part in self._fsdp_modules:
@@ -250,7 +280,6 @@ class UnflattenedModule(ModuleWeights):
 
     _onto: Tree | None = None
     load = ModuleWeights.write
-    borrowed = ModuleWeights.read  # a copy: the parameters are not contiguous
 
     def equals(self, params: Tree) -> bool:
         return params.layout == self.layout and all(
@@ -276,6 +305,9 @@ class UnflattenedModule(ModuleWeights):
     def decay_groups(self) -> tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]:
         parameters = list(self.parameters.values())
         return [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+
+    def tensor_parameters(self) -> Mapping[str, nn.Parameter]:
+        return self.parameters
 
     def gradients(self) -> Sequence[Tensor]:
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.flat_tree import Tree
+from atoll.core.layout import Layout
 from atoll.core.protocols import Gradient, ReadsAhead, Weigh, Work, Workload
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.schedules import Schedule, at
-from atoll.optim.sgd import SGD, Nesterov
+from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.optim.torch_optimizers import TorchRule, TorchState, moments_of, place_state, set_rate
 from atoll.replica.data_parallel import DataParallelDevices
 from atoll.replica.flat_parameters import FlatModule, TrainableWeights, copy_buffers, persistent_buffers, trainable_weights
 from atoll.replica.forward_backward import ForwardBackward, Loss, ModuleTraits, probe_module, split_batch
@@ -38,7 +40,7 @@ class ComputeResult(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundStart:
-    """What a replica does at the start of every round, that is, of every call of `train`."""
+    """What a replica does at the start of every round. A round may call `train` several times."""
 
     fresh_optimizer: bool = False  # reset the optimizer's moments
     peak_first: bool = False  # take the first step at the schedule's highest rate, wherever on the schedule the round lies
@@ -83,7 +85,7 @@ class LocalReplica:
         self.cancelled: Callable[[], bool] = lambda: False  # asked before each step of `train`: whether to stop
         self.on_step: Callable[[], object] = lambda: None  # called before each step of `train`
         self.batches = workload.batches
-        self.optimizer = torch_optimizer(optimizer, *self.weights.decay_groups())
+        self.optimizer = self._new_optimizer()
         self.stack_row: tuple[int, int] | None = None
         """The address and the bytes of its gradients, if it last computed in a `VmapStack`."""
         self.clip_norm, self.micro_batches = clip_norm, micro_batches
@@ -101,48 +103,85 @@ class LocalReplica:
             autocast=autocast,
         )
         self._round_start = round_start
+        self._round: int | None = None  # the position on the schedule at which the last round began
         self._pieces: tuple[tuple[int, int, int] | None, list[Any]] = None, []
         """The shard, the position and the number of pieces of the batch that was read last, and its pieces, while some are left."""
         self._random = torch.Generator().manual_seed(seed).get_state()
 
     def load(self, params: Tree) -> None:
         """Loads weights, all of them or some pieces, and keeps the optimizer's state."""
-        if self._unrounded is not None and params.layout != self.weights.layout:
-            params = self._unrounded.copy().paste_(params)
         self.weights.load(params)
         if self._masters is not None:
             self._masters.load(params)
-        elif needs_master_weights(self.weights):
+        elif self._unrounded is not None:
+            params = self._unrounded.overlaid(params)
+        if self._masters is None and needs_master_weights(self.weights):
             self._unrounded = params if params.flat.dtype.itemsize > params.layout.dtype.itemsize else None
 
-    def params(self) -> Tree:
-        """A copy of the present weights, in the highest precision there is."""
+    def params(self, layout: Layout | None = None) -> Tree:
+        """A copy of the present weights, or of those in this layout, in the highest precision there is."""
+        layout = layout or self.weights.layout
         if self._masters is not None:
-            return self._masters.read()
-        return self.weights.read() if self._unrounded is None else self._unrounded.copy()
+            return self._masters.read(layout)
+        return self.weights.read(layout) if self._unrounded is None else self._unrounded.part(layout).claim()
 
     def borrowed(self) -> Tree:
         """The present weights, borrowed: without a copy where they lie in one buffer, else collected when they are read."""
         if self._masters is None and self._unrounded is None and isinstance(self.weights, FlatModule):
             return self.weights.borrowed()
-        return Tree.borrowed_from(self.weights.layout, lambda: self.params().flat)
+        return Tree.borrowed_from(self.weights.layout, lambda layout: self.params(layout).flat)
 
-    def moments(self) -> list[Tree]:
-        """Copies of the inner optimizer's moments; see `protocols.HasMoments`."""
-        return [Tree(self.weights.layout, torch.cat([part.flatten() for part in parts])) for parts in self._moments()]
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        if isinstance(self.rule, TorchRule):
+            return self.rule.optimizer([*self.weights.tensor_parameters().items()])
+        return torch_optimizer(self.rule, *self.weights.decay_groups())
 
-    def load_moments(self, moments: Sequence[Tree]) -> None:
-        for parts, moment in zip(self._moments(), moments, strict=True):
-            for part, values in zip(parts, torch.split(moment.flat, [part.numel() for part in parts]), strict=True):
+    @property
+    def optimizer_parameters(self) -> list[nn.Parameter]:
+        """The optimizer's parameters in the order of the layout."""
+        if isinstance(self.rule, TorchRule):
+            return [*self.weights.tensor_parameters().values()]
+        return [parameter for group in self.weights.decay_groups() for parameter in group]
+
+    def moments(self) -> dict[str, Tree]:
+        """Copies of the inner optimizer's moments; see `protocols.HasMoments`. Of a torch optimizer, without counters of steps."""
+        if isinstance(self.rule, TorchRule):
+            saved = None if self._masters is None else self._masters.moments()
+            named = [*self.weights.tensor_parameters().items()]
+            kept = saved.moments if isinstance(saved, TorchState) else moments_of(self.optimizer, named)
+            return {moment.name: moment.values.copy() for moment in kept if moment.name != "step"}
+        layout = self.weights.layout
+        return {name: Tree(layout, torch.cat([part.flatten() for part in parts])) for name, parts in self._moments().items()}
+
+    def load_moments(self, moments: Mapping[str, Tree]) -> None:
+        if isinstance(self.rule, TorchRule):
+            self._load_torch_moments(moments)
+            return
+        for name, parts in self._moments().items():
+            for part, values in zip(parts, torch.split(moments[name].flat, [part.numel() for part in parts]), strict=True):
                 part.copy_(values.view_as(part))
 
-    def _moments(self) -> list[list[Tensor]]:
+    def _load_torch_moments(self, moments: Mapping[str, Tree]) -> None:
+        if self._masters is not None:
+            state = self._masters.moments()
+            assert isinstance(state, TorchState)
+            new = tuple(moment._replace(values=moments.get(moment.name, moment.values)) for moment in state.moments)
+            self._masters.restore(state._replace(moments=new))
+            return
+        parameters = self.weights.tensor_parameters()
+        for kind, values in moments.items():
+            for name, value in values.items():
+                self.optimizer.state[parameters[name]][kind].copy_(value)
+
+    def _moments(self) -> dict[str, list[Tensor]]:
         """Each moment as the tensors of its parameters, in the order of the layout: matrices come first in both."""
         if self._masters is not None:
-            return [[moment] for moment in self._masters.moments() if isinstance(moment, Tensor)]
+            flats = [moment for moment in self._masters.moments() if isinstance(moment, Tensor)]
+            names = ("exp_avg", "exp_avg_sq") if len(flats) > 1 else ("momentum_buffer",)
+            return {name: [flat] for name, flat in zip(names, flats, strict=False)}  # plain SGD has none
         states = [self.optimizer.state.get(p, {}) for group in self.optimizer.param_groups for p in group["params"]]
         kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-        return [[state[kind] for state in states] for kind in kinds if all(state.get(kind) is not None for state in states)]
+        return {kind: [state[kind] for state in states] for kind in kinds if all(state.get(kind) is not None for state in states)}
 
     # ----------------------------------------------------------------------------------------------------------- training
 
@@ -150,9 +189,9 @@ class LocalReplica:
         """Takes the optimizer steps of a round on consecutive batches, except for the first `after`, which a stack has taken."""
         losses, tokens, self.stack_row = [], 0, None
         if not after:
-            self.begin_round()
+            self.begin_training(work)
         with self._own_randomness():
-            for step, batch in enumerate(self.read_batches(steps - after, replace(work, start=work.start + after)), after):
+            for step, batch in enumerate(self.read_batches(steps - after, work.after(after)), after):
                 if self.cancelled():
                     raise CancelledError("the engine no longer needs these steps")
                 self.on_step()
@@ -165,14 +204,19 @@ class LocalReplica:
         # The host waits for the device once per round, not once per step.
         return ComputeResult([float(loss) for loss in torch.stack(losses).tolist()], tokens)
 
-    def begin_round(self) -> None:
-        """Called before the first step of a round. Makes master weights, if the module needs them and has none."""
+    def begin_training(self, work: Work) -> None:
+        """Called before the first of some steps of a round. Makes master weights, if the module needs them and has none."""
+        round_, self._round = self._round, work.schedule - work.before
+        starts = work.before == 0 or round_ != self._round  # an island may take only the last steps of a round
         self.has_trained = True
         if self._masters is None and needs_master_weights(self.weights):
             self._masters = MasterWeights(self.weights, self.rule, self._unrounded or self.weights.read())
             self._unrounded = None
-        if self._round_start.fresh_optimizer:
-            self.optimizer.state.clear() if self._masters is None else self._masters.reset_moments()
+        if self._round_start.fresh_optimizer and starts:
+            if self._masters is None:
+                self.optimizer = self._new_optimizer()
+            else:
+                self._masters.reset_moments()
 
     def read_batches(self, steps: int, work: Work) -> Iterator[Any]:
         """The batches of these steps; for a GPU they are read ahead."""
@@ -181,9 +225,9 @@ class LocalReplica:
         return (self.batches.batch(work.shard, work.start + step) for step in range(steps))
 
     def learning_rate(self, step: int, work: Work) -> float:
-        """The rate of a round's step, counted from 0."""
+        """The rate of a step of this work, counted from 0."""
         lr = self.rule.lr
-        if self._round_start.peak_first and step == 0:
+        if self._round_start.peak_first and work.before + step == 0:
             return lr.lr if isinstance(lr, Schedule) else lr
         return at(lr, work.schedule + step)
 
@@ -198,8 +242,7 @@ class LocalReplica:
             scale = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
             for gradient in gradients:
                 gradient.mul_(scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         self.optimizer.step()
 
     # ---------------------------------------------------------------------------------------------------------- gradients
@@ -281,29 +324,43 @@ class LocalReplica:
 
     def state(self) -> dict[str, Any]:
         """Moments, random generator and buffers, for a checkpoint. The weights are saved elsewhere."""
+        return {**self.moments_state(), "random": self._random, "buffers": self.buffers(), "steps": self.steps_taken}
+
+    def moments_state(self) -> dict[str, Any]:
+        """All that the inner optimizer remembers, with its counts of steps. The next step computes in these tensors."""
         forgets = self._round_start.fresh_optimizer  # moments that the next round resets are not saved
         kept = {} if forgets else self.optimizer.state
         return {
-            "optimizer": [dict(kept.get(p, {})) for g in self.optimizer.param_groups for p in g["params"]],
+            "optimizer": [dict(kept.get(parameter, {})) for parameter in self._stepped()],
             "masters": None if self._masters is None or forgets else self._masters.moments(),
-            "random": self._random,
-            "buffers": self.buffers(),
-            "steps": self.steps_taken,
         }
+
+    def load_moments_state(self, given: Mapping[str, Any]) -> None:
+        """Continue with copies of what another replica's `moments_state` returned. Raises ValueError for other shapes."""
+        for parameter, moments in zip(self._stepped(), given["optimizer"], strict=True):
+            for name, value in moments.items():
+                if isinstance(value, Tensor) and value.shape not in (parameter.shape, ()):
+                    raise ValueError(
+                        f"its moment {name[:40]!r} has shape {tuple(value.shape)}, and its weights {tuple(parameter.shape)}"
+                    )
+        self.restore({**self.state(), **given})
+
+    def _stepped(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def buffers(self) -> dict[str, Tensor]:
         return persistent_buffers(self.weights.module)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what `state` returned."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.optimizer.state.clear()
-        for parameter, moments in zip(parameters, state["optimizer"], strict=True):
+        for parameter, moments in zip(self._stepped(), state["optimizer"], strict=True):
             if moments:
                 self.optimizer.state[parameter] = {
                     name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
                     for name, value in moments.items()
                 }
+        place_state(self.optimizer)
         self._masters = None
         if state["masters"] is not None:
             self._masters = MasterWeights(self.weights, self.rule, self.weights.read())
@@ -339,6 +396,7 @@ def torch_optimizer(rule: InnerRule, matrices: Sequence[nn.Parameter], rest: Seq
     parameters = [*matrices, *rest]
     if isinstance(rule, Adam):
         return torch.optim.Adam(parameters, lr=lr, betas=rule.betas, eps=rule.eps, fused=True)
+    assert isinstance(rule, SGD | Momentum | Nesterov)
     momentum = 0.0 if isinstance(rule, SGD) else rule.momentum
     nesterov = isinstance(rule, Nesterov)
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=rule.weight_decay)
@@ -360,8 +418,12 @@ class TrainJob:
     def batches(self) -> float:
         return self.steps
 
-    def __call__(self) -> tuple[None, ComputeResult]:
-        return None, self.replica.train(self.steps, self.work, self.after)
+    def __call__(self) -> tuple[int, ComputeResult]:
+        return self.result(self.replica.train(self.steps, self.work, self.after))
+
+    def result(self, computed: ComputeResult) -> tuple[int, ComputeResult]:
+        """What `Replica.train` returns for it, and what was computed."""
+        return computed.tokens, computed
 
     def first_batch(self) -> Any:
         return next(self.replica.read_batches(1, self.work))

@@ -21,9 +21,10 @@ from atoll.core.protocols import HoldsWeights, Workload
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.chunked_step import step
 from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.optim.torch_optimizers import Muon, TorchOptimizer, TorchRule, TorchState
 from atoll.replica.flat_parameters import FlatModule, TrainableWeights
 
-InnerRule = AdamW | Adam | SGD | Momentum | Nesterov
+InnerRule = AdamW | Adam | SGD | Momentum | Nesterov | Muon | TorchOptimizer
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -49,7 +50,7 @@ def needs_master_weights(weights: TrainableWeights) -> bool:
 
 
 class MasterWeights:
-    """Weights of a module in single precision, their optimizer (elementwise), and its moments. `params` are the first weights, in
+    """Weights of a module in single precision, their optimizer, and its moments. `params` are the first weights, in
     any precision."""
 
     def __init__(self, weights: TrainableWeights, rule: InnerRule, params: Tree) -> None:
@@ -62,9 +63,9 @@ class MasterWeights:
         """Replaces the weights, all of them or some pieces, and keeps the moments."""
         self._params.paste_(params)
 
-    def read(self) -> Tree:
-        """A copy of the weights, in single precision."""
-        return self._params.copy()
+    def read(self, layout: Layout) -> Tree:
+        """A copy of the weights in this layout, in single precision."""
+        return self._params.part(layout).claim()
 
     def reset_moments(self) -> None:
         self._state = self._rule.init(self._params)
@@ -77,6 +78,11 @@ class MasterWeights:
             # Scaling the gradients in their own buffer would round them once more.
             times = min(1.0, clip_norm / (float(torch.linalg.vector_norm(flat, dtype=torch.float32)) + 1e-6))
         layout = self._weights.layout
+        if isinstance(self._rule, TorchRule):
+            gradient = Tree(layout, flat.to(self._params.flat.dtype) * times)
+            self._params, self._state = replace(self._rule, lr=lr).update(self._params, gradient, self._state)
+            self._weights.load(self._params)
+            return
         state = with_trees(self._state, (tree.donate() for tree in trees_in(self._state)))
         rule = replace(self._rule, lr=lr)
         new = step(rule, self._params.donate(), Tree(layout, flat), state, times=times, sent=layout.dtype)
@@ -87,12 +93,18 @@ class MasterWeights:
         """Weights and moments."""
         return [tree.flat for tree in trees_in((self._params, self._state))]
 
-    def moments(self) -> list[Tensor | float]:
-        """The optimizer's state as a flat list, without the weights: the number of steps, then each moment."""
+    def moments(self) -> list[Tensor | float] | TorchState:
+        """The optimizer's state without the weights, as a flat list: the number of steps, then each moment. Of a torch optimizer,
+        its state."""
+        if isinstance(self._state, TorchState):
+            return self._state
         return [leaf.flat if isinstance(leaf, Tree) else leaf for _, leaf in leaves(self._state)]
 
-    def restore(self, moments: Sequence[Tensor | float]) -> None:
+    def restore(self, moments: Sequence[Tensor | float] | TorchState) -> None:
         """Restores what `moments` returned."""
+        if isinstance(moments, TorchState):
+            self._state = with_trees(moments, (tree.copy() for tree in trees_in(moments)))
+            return
         step, *flats = moments
         pairs: Iterator[tuple[Tree, Any]] = zip(trees_in(self._state), flats, strict=True)
         restored = (Tree(old.layout, flat.to(old.flat.device, copy=True)) for old, flat in pairs)

@@ -28,6 +28,7 @@ from atoll.core.events import MEMORY_KINDS
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import items_in, trees_in
 from atoll.core.protocols import Gradient
+from atoll.optim.torch_optimizers import TorchRule
 from atoll.replica.local_replica import LocalReplica
 
 STATE = "state"  # kind of a State's tensors, until it is known whether the replica trains (copies) or not (optimizer)
@@ -97,10 +98,14 @@ def paper_formula(algorithm: Any, replica: LocalReplica, islands: int) -> Memory
     weights have the module's dtype, and an optimizer has 4 bytes for master weights and 4 for each moment. A module in single
     precision that is trained needs no master weights.
     """
+    if isinstance(replica.rule, TorchRule) or isinstance(getattr(algorithm, "optimizer", None), TorchRule):
+        return None  # its moments differ from tensor to tensor
     width = replica.weights.layout.dtype.itemsize
     if isinstance(algorithm, DiLoCo):
         optimizer = 4 * _moments(replica.rule) + (4 if width < 4 else 0)
-        return MemoryFormula(f"{width}+{width}+{optimizer}+2*{width}", 4 * width + optimizer)
+        unsent = 4 if algorithm.codec != "fp32" and algorithm.feedback else 0  # which the paper does not have
+        text = f"{width}+{width}+{optimizer}+2*{width}" + (f"+{unsent}" if unsent else "")
+        return MemoryFormula(text, 4 * width + optimizer + unsent)
     if not isinstance(algorithm, DDP | ZeRO1 | ACCO | DPU | WP):
         return None
     optimizer = 4 + 4 * _moments(algorithm.rule)

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.protocols import Gradient
+from atoll.optim.torch_optimizers import TorchRule
 from atoll.replica.flat_parameters import FlatModule
 from atoll.replica.forward_backward import Loss, batch_tensors, map_tensors, to_device
 from atoll.replica.local_replica import ComputeResult, GradientJob, LocalReplica, TrainJob, torch_optimizer
@@ -67,8 +68,8 @@ class VmapStack:
         self._grads = torch.zeros_like(self._params)
         self._leaves = {f"module.{name}": view.detach().requires_grad_() for name, view in self._views(self._params).items()}
         self._into = list(self._views(self._grads).values())
-        matrices = sum(part.numel() for part in like.weights.decay_groups()[0])
-        self._rows = [_StackRow(params, grads, matrices) for params, grads in zip(self._params, self._grads, strict=True)]
+        shapes = [parameter.shape for parameter in like.optimizer_parameters]
+        self._rows = [_StackRow(params, grads, shapes) for params, grads in zip(self._params, self._grads, strict=True)]
         self._weights = torch.ones(rows, device=like.device)
         loss_module = _LossModule(like.weights.module, loss)
 
@@ -136,8 +137,14 @@ class VmapStack:
             optimizers[numbers].step()
 
     def _optimizer(self, rows: Sequence[_StackRow]) -> torch.optim.Optimizer:
-        matrices, rest = ([row.parts[kind] for row in rows if row.parts[kind].numel()] for kind in (0, 1))
-        optimizer = torch_optimizer(self._like.rule, matrices, rest)
+        rule, weights = self._like.rule, self._like.weights
+        if isinstance(rule, TorchRule):
+            names = weights.tensor_parameters()
+            optimizer = rule.optimizer([pair for row in rows for pair in zip(names, row.parts, strict=True)])
+        else:
+            cut = len(weights.decay_groups()[0])
+            matrices, rest = ([part for row in rows for part in row.parts[kind]] for kind in (slice(cut), slice(cut, None)))
+            optimizer = torch_optimizer(rule, matrices, rest)
         for row in rows:
             for part, moments in zip(row.parts, row.moments, strict=True):
                 optimizer.state[part] = moments
@@ -258,22 +265,23 @@ class _LossModule(nn.Module):
 class _StackRow:
     """One row of the stack: the weights of the island that computes in it. The moments are those of its replica."""
 
-    def __init__(self, params: Tensor, grads: Tensor, matrices: int) -> None:
+    def __init__(self, params: Tensor, grads: Tensor, shapes: Sequence[torch.Size]) -> None:
         self.params, self.grads = params, grads
-        self.parts = [nn.Parameter(part) for part in (params[:matrices], params[matrices:])]
-        for part, grad in zip(self.parts, (grads[:matrices], grads[matrices:]), strict=True):
-            part.grad = grad
+        sizes = [shape.numel() for shape in shapes]
+        self.parts = [nn.Parameter(part.view(shape)) for part, shape in zip(torch.split(params, sizes), shapes, strict=True)]
+        for part, grad in zip(self.parts, torch.split(grads, sizes), strict=True):
+            part.grad = grad.view_as(part)
         self.moments: list[dict[str, Any]] = []
 
     def enter(self, training: TrainJob) -> None:
         """Begins a round of this replica in the row, or continues it."""
         replica = training.replica
         if not training.after:
-            replica.begin_round()
+            replica.begin_training(training.work)
         replica.stack_row = (self.grads.data_ptr(), self.grads.nbytes)
         self.params.copy_(_flat_weights(replica))
         # The same dict objects, so that the replica's own optimizer sees what this one stores.
-        self.moments = [replica.optimizer.state[group[0]] if group else {} for group in replica.weights.decay_groups()]
+        self.moments = [replica.optimizer.state[parameter] for parameter in replica.optimizer_parameters]
 
     def leave(self, replica: LocalReplica) -> None:
         replica.weights.load(Tree(replica.weights.layout, self.params))
