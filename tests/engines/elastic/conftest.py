@@ -12,11 +12,12 @@ import torch
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.engines.elastic import island as island_module, recovery, rendezvous
+from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.engine import ElasticEngine
-from atoll.engines.elastic.island import IslandProcess
-from atoll.engines.elastic.rendezvous import Rendezvous, free_port
-from atoll.engines.elastic.snapshot_server import DirectNetwork
+from atoll.engines.elastic.island import IslandOutput, IslandProcess
+from atoll.engines.elastic.rendezvous import Rendezvous
 from atoll.engines.elastic.spec import Elastic, JoinInfo
+from atoll.engines.network_interfaces import free_port
 from atoll.engines.run_lifecycle import RunRequest
 from atoll.engines.warm_start_training import RunPreparation
 from atoll.runs.folder import RunFolder
@@ -61,7 +62,7 @@ class ThreadedRun:
         self.interpose = interpose_update_faults(script)
         port, self.errors, self.logged = free_port(HOST), [], []
         self.join_info = JoinInfo(run, spec, f"{HOST}:{port}")
-        self.something_logged = threading.Condition()
+        self.something_logged, self.workload = threading.Condition(), None
         self.waits = {}
         """By island and round: after that commit, the island waits until a line is logged that begins like this."""
         # The warm start precedes the islands: threads share their random numbers.
@@ -96,7 +97,9 @@ class ThreadedRun:
 
         folder = self.folder if has_folder else None
         try:
-            island = IslandProcess(self.join_info, self.network(), name, folder, log, self.interpose)
+            island = IslandProcess(
+                self.join_info, self.network(), name, folder, IslandOutput(log), self.interpose, workload=self.workload
+            )
             ended = False
             try:
                 island.run()
@@ -111,7 +114,7 @@ class ThreadedRun:
 
     def one_island(self, name="island-0000"):
         """An island without a thread, which the test drives."""
-        return IslandProcess(self.join_info, self.network(), name, self.folder, lambda text: None)
+        return IslandProcess(self.join_info, self.network(), name, self.folder, IslandOutput(lambda text: None))
 
     def wait_until(self, what):
         """Waits for a log line that begins with this text."""

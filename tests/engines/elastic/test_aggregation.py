@@ -1,20 +1,24 @@
 """A mean is committed only by islands that received the same from all members: a bit damaged on the way never reaches a commit."""
 
+import json
 import math
 import queue
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 from atoll.core.flat_tree import Tree
+from atoll.engines.accounting import ComputeSpan
 from atoll.engines.elastic.aggregation import DeltaSummary, IslandReport, Proposal, UpdateValidator, ValidatedMean
 from atoll.engines.elastic.commit import CommitProtocol
-from atoll.engines.elastic.membership import Member, Quorum
-from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandStatus
+from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.quorum import Member, Quorum
+from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.round_record import WallClock
+from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
 
 NAMES, NOW = ("a", "b"), StateVersion(3, 7)
 STATE, DELTA_SUMMARY, LENGTH, TEXT, VOTE = range(5)
@@ -112,22 +116,22 @@ def protocol_of(rank, finder):
     return CommitProtocol(finder, mean, status, ExchangeTimeout(20.0), lambda text: None, patience_s=20.0), status
 
 
-def round_of(rank, link, group):
+def round_of(rank, link, group, compare=False):
     """One island's round: its commit, or how it failed; and its suspects."""
     protocol, status = protocol_of(rank, Finder(link, group))
     report = IslandReport("run", status.address)
     try:
-        proposal = Proposal(NOW, 1, report, Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1))
+        proposal = Proposal(NOW, 1, report, Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1), compare=compare)
         return protocol.commit(proposal), status.suspects
     except Once as error:
         return error, status.suspects
 
 
-def exchange_of_two(damage=None, message=None):
+def exchange_of_two(damage=None, message=None, *, compare=False):
     link = Link()
     groups = [Group(link, 0, damage, message), Group(link, 1)]
     with ThreadPoolExecutor(2) as pool:
-        return [*pool.map(round_of, (0, 1), (link, link), groups)]
+        return [*pool.map(round_of, (0, 1), (link, link), groups, (compare, compare))]
 
 
 def flips(bit):
@@ -141,6 +145,9 @@ def test_two_islands_agree_on_the_mean_by_weight():
     for commit, suspects in exchange_of_two():
         assert torch.equal(commit.result.value.flat, MEAN)
         assert [report.address for report in commit.result.reports] == ["address-0", "address-1"]
+        for report in commit.result.reports:
+            (exchange,) = report.record.exchanges
+            assert exchange.arrived_s == 0.0 < exchange.start_s < exchange.end_s, "the quorum was found in between"
         assert not suspects
 
 
@@ -172,6 +179,64 @@ def test_the_bytes_of_a_vote_are_reported_with_the_next_round():
     with ThreadPoolExecutor(2) as pool:
         for (first, second), sent in pool.map(two_rounds, (0, 1), (link, link), [Counting(link, 0), Counting(link, 1)]):
             assert first < second == sent  # both rounds send as much before their votes
+
+
+SPAN = ComputeSpan(0.0, 1.0, 2, 2.0, [1.5], 16)
+EXCHANGE = ExchangeRecord("mean", 1.0, 2.0, 16, 16, 192.0, background=False, start_s=1.5)
+SIMILAR = DeltaSimilarity([[1.0, 2.0], [2.0, 4.0]], [64.0, 128.0])
+WHOLE = json.loads(IslandReport("run", "x:1", record=RoundRecord([SPAN], [EXCHANGE], similarities=[SIMILAR])).to_text())
+RECORD = json.loads(WHOLE[5])
+
+
+def with_record(**changed):
+    return [*WHOLE[:5], json.dumps({**RECORD, **changed}), WHOLE[6]]
+
+
+def with_exchange(**changed):
+    return with_record(exchanges=[{**RECORD["exchanges"][0], **changed}])
+
+
+MALFORMED = [
+    5,
+    [],
+    WHOLE[1:],
+    *([*WHOLE[:at], {}, *WHOLE[at + 1 :]] for at in range(len(WHOLE))),
+    *([*WHOLE[:5], record, WHOLE[6]] for record in ("", "5", "{}")),
+    *([*WHOLE[:6], now_s] for now_s in (math.nan, math.inf)),
+    *(with_record(**{name: 5}) for name in ("computed", "exchanges", "similarities", "unknown")),
+    *(with_record(tokens=tokens) for tokens in ("many", math.nan, 10**400)),
+    *(with_record(computed=[[0.0, 1.0, 2, 2.0, losses, 16, True]]) for losses in (["x"], [])),
+    with_record(computed=[[math.nan, *RECORD["computed"][0][1:]]]),
+    with_record(exchanges=[]),
+    with_record(exchanges=2 * RECORD["exchanges"]),
+    with_record(similarities=[]),
+    *(with_exchange(**{name: value}) for name in ("arrived_s", "start_s", "end_s") for value in ("x", math.nan, math.inf)),
+    *(with_exchange(nonfinite=ranks) for ranks in (["x"], [2], [-1], [0.0])),
+    *(
+        with_record(similarities=[{"products": products, "weights": SIMILAR.weights}])
+        for products in ([], [[1.0, 2.0]], [[1.0], [2.0]], [[1.0, 2.0], [2.0, -4.0]], [[1.0, 2.0], [2.0, 10**400]])
+    ),
+    with_record(similarities=[{"products": SIMILAR.products, "weights": [0.0, 0.0]}]),
+]
+
+
+def exchange_of_reports(monkeypatch, sent):
+    """One island reports what is `sent`."""
+    monkeypatch.setattr(IslandReport, "to_text", lambda self: json.dumps(WHOLE if self.address == "address-1" else sent))
+    return exchange_of_two(compare=True)
+
+
+def test_a_report_of_a_delta_commit_is_whole(monkeypatch):
+    for commit, suspects in exchange_of_reports(monkeypatch, WHOLE):
+        assert [report.record.exchanges for report in commit.result.reports] == [[replace(EXCHANGE, nonfinite=[])]] * 2
+        assert not suspects
+
+
+@pytest.mark.parametrize("sent", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_report_fails_an_attempt_and_names_its_island(monkeypatch, sent):
+    for failed, suspects in exchange_of_reports(monkeypatch, sent):
+        assert isinstance(failed, Once)
+        assert suspects == {"a"}
 
 
 @pytest.mark.parametrize(

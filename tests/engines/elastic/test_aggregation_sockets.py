@@ -10,11 +10,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Encoding
 from atoll.engines.elastic.aggregation import IslandReport, Proposal, UpdateValidator, ValidatedMean
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.round_record import WallClock
+from atoll.engines.simulator.collectives import encoded_mean
 from atoll.engines.socket_transport import SocketGroup
+from atoll.optim.codecs import CODECS
 
 HOST, NUMEL = "127.0.0.1", 100_003
 
@@ -42,15 +45,18 @@ def socket_groups(size):
     return [SocketGroup(rank, size, ends[rank]) for rank in range(size)]
 
 
-def committed(groups, deltas, weights):
+def encoding_by(codec, rank):
+    return None if codec == "fp32" else Encoding(CODECS[codec], rank)
+
+
+def committed(groups, deltas, weights, codec="fp32"):
     """What each island agreed to."""
 
     def one(group):
         rank = group.rank()
         collectives = GroupCollectives(group, timeout_s=30.0, chunk_bytes=40_000)
-        proposal = Proposal(
-            StateVersion(1, 1), 1, IslandReport("run", ""), Tree.of({"w": deltas[rank].clone()}), weights[rank], compare=True
-        )
+        tree, encoding = Tree.of({"w": deltas[rank].clone()}), encoding_by(codec, rank)
+        proposal = Proposal(StateVersion(1, 1), 1, IslandReport("run", ""), tree, weights[rank], compare=True, encoding=encoding)
         states = [[1.0]] * len(groups)
         return ValidatedMean(UpdateValidator(5.0), WallClock())(collectives, states, proposal)
 
@@ -87,3 +93,19 @@ def test_a_commit_over_sockets_has_the_bits_of_gloo(weights, scales, rejected):
         assert torch.equal(one.value.flat, want)
         assert tuple(one.rejected) == rejected
         assert one.deltas == ours[0].deltas
+
+
+@pytest.mark.parametrize("codec", ["bf16-stochastic", "int4", "topk"])
+def test_an_encoded_commit_over_sockets_has_the_bits_of_gloo_and_of_the_simulator(codec):
+    weights = (64.0, 0.0, 3.0)
+    deltas = [torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    sockets = socket_groups(3)
+    ours, gloo = committed(sockets, deltas, weights, codec), committed(gloo_groups(3), deltas, weights, codec)
+    for group in sockets:
+        group.abort()
+    trees, encodings = [Tree.of({"w": delta}) for delta in deltas], [encoding_by(codec, rank) for rank in range(3)]
+    mean, owed = encoded_mean(trees, weights, encodings)
+    for one in (*ours, *gloo):
+        assert one.value.same_bits(mean)
+        assert one.unsent is None if not weights[one.rank] else one.unsent.same_bits(owed[one.rank])
+        assert one.reports[0].record.exchanges[0].sent_bytes == ours[0].reports[0].record.exchanges[0].sent_bytes

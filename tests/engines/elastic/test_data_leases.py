@@ -1,6 +1,7 @@
 """Data leases: every unit ends in exactly one commit, whichever islands join and die."""
 
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given, strategies as st
@@ -32,6 +33,30 @@ def test_no_unit_is_delivered_twice_or_lost_while_islands_join_and_die(rounds, s
     for shard in range(shards):  # and no batch before the last one is left out
         starts = sorted(unit.start for unit in delivered if unit.shard == shard)
         assert starts == list(range(0, 3 * len(starts), 3))
+
+
+@given(ROUNDS, st.lists(st.integers(0, 2), max_size=3).map(sorted), st.integers(1, 3))
+def test_with_several_commits_a_round_no_batch_is_delivered_twice_or_lost_while_islands_join_and_die(rounds, cuts, shards):
+    leases, delivered = DataLeases(shards=shards, batches=3, units=12, cuts=cuts), Counter()
+
+    def settle(names):
+        settled = leases.settle([name for name in leases.active if name in names])
+        for shard, start, batches in settled.delivered.values():
+            delivered.update((shard, batch) for batch in range(start, start + batches))
+        leases.check()
+
+    for here, died in rounds:
+        if not leases.active:
+            leases.lease(sorted(here))
+        settle(here - died)
+    while not leases.done:  # one island stays
+        if not leases.active:
+            leases.lease(["a"])
+        settle({"a"})
+    assert set(delivered.values()) == {1}
+    assert sorted(delivered) == [
+        (shard, batch) for shard in range(shards) for batch in range(sum(one == shard for one, _ in delivered))
+    ]
 
 
 def test_while_all_islands_are_present_each_reads_its_own_shard_in_order():

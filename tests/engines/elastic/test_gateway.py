@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import socket
 import ssl
 import threading
@@ -14,9 +15,13 @@ import pytest
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.elastic import gateway as module
-from atoll.engines.elastic.gateway import Gateway, GatewayClient, GatewayNetwork, GatewayRefused, WrongGateway
+from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.gateway import Gateway
+from atoll.engines.elastic.gateway_client import GatewayClient, GatewayNetwork, machine_client
+from atoll.engines.elastic.gateway_protocol import GatewayRefused, WrongGateway
+from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.run_identity import RunSecrets
-from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandPhase, IslandStatus, SnapshotServer, query_status
+from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, SnapshotServer, query_status
 from atoll.engines.socket_transport import splice
 
 HOST, LIMIT_S = "127.0.0.1", 10.0
@@ -54,7 +59,7 @@ class Site:
         folder.mkdir(exist_ok=True)
         RunSecrets.create(folder)
         self.folder, self.logged, self.echo = folder, [], Echo()
-        self.gateway = Gateway(folder, f"{HOST}:0", {"registry": self.echo.port}, self.logged.append)
+        self.gateway = Gateway(lambda: RunSecrets.read(folder), f"{HOST}:0", {"registry": self.echo.port}, self.logged.append)
         self.address = self.gateway.address
         self.host, self.port = HOST, int(self.address.rpartition(":")[2])
 
@@ -341,6 +346,64 @@ def test_half_open_handshakes_are_dropped_and_hinder_no_member(site, monkeypatch
             with suppress(ConnectionResetError):
                 assert connection.recv(1) == b""
     wait_until(lambda: not site.gateway._unauthenticated and threading.active_count() <= before + 4)
+
+
+def test_as_many_handshakes_as_are_allowed_stay_open_and_one_more_closes_the_oldest(site):
+    with ExitStack() as stack:
+        address = HOST, site.port
+        silent = [stack.enter_context(socket.create_connection(address, timeout=LIMIT_S)) for _ in range(64)]
+        wait_until(lambda: len(site.gateway._unauthenticated) == 64)
+        stack.enter_context(socket.create_connection(address, timeout=LIMIT_S))
+        assert silent[0].recv(1) == b""
+        wait_until(lambda: len(site.gateway._unauthenticated) == 64)
+        assert not select.select(silent[1:], [], [], 0)[0]
+
+
+def test_a_connection_that_gets_no_thread_is_closed_and_the_gateway_serves_the_next(site, monkeypatch):
+    client, start = site.client(), threading.Thread.start
+
+    def no_thread(thread):
+        if thread.name == "gateway stream":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with socket.create_connection((HOST, site.port), timeout=LIMIT_S) as one:
+            assert one.recv(1) == b""
+    assert not site.gateway._unauthenticated
+    assert echoes(client.open("registry", LIMIT_S))
+
+
+def test_a_gateway_that_accepts_no_connection_any_more_does_not_answer_its_supervisor(site):
+    def answers(gateway):
+        with closing(RendezvousHealth(f"{HOST}:1", f"{HOST}:1", gateway, limit_s=0.5)) as health:
+            return health._gateway_answers()
+
+    with socket.create_server((HOST, 0)) as deaf:
+        assert not answers(site.client(addresses=[f"{HOST}:{deaf.getsockname()[1]}"]))
+    assert answers(machine_client(site.folder, site.address, "supervisor"))
+    site.gateway._most = 0
+    assert answers(machine_client(site.folder, site.address, "supervisor")), "it says that it has too many connections"
+    (site.folder / "secrets" / "identity.json").write_text("damaged")
+    assert answers(machine_client(site.folder, site.address, "supervisor")), "nothing can be known of it"
+
+
+def test_a_gateway_that_answers_a_byte_at_a_time_does_not_answer(site, monkeypatch):
+    hurried = threading.Event()
+
+    def slow(connection, **record):
+        for _ in range(150):
+            if not hurried.wait(0.05):
+                connection.sendall(b" ")
+
+    client = site.client()
+    monkeypatch.setattr(module, "send_line", slow)
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        client.open("registry", 0.5)
+    assert time.monotonic() - began_s < 5.0
+    hurried.set()
 
 
 def test_connections_are_limited_in_number(site, monkeypatch):

@@ -5,10 +5,9 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,10 @@ import pytest
 from atoll.core.events import Attended, Leased
 from atoll.telemetry.event_log import read_events
 from atoll.testing import namespaces
+from tests.machines import Machine, with_settings
 
 PAGE = Path(__file__).parents[3] / "docs" / "two_sites.md"
-PATIENCE_S = 120.0
+PATIENCE_S = 180.0
 SMALL = (
     "model.hidden=8",
     "data.examples=512",
@@ -43,7 +43,9 @@ def unavailable():
 
 
 UNAVAILABLE = unavailable()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))]
+NO_NAMESPACES = namespaces.unavailable_reason()
+pytestmark = pytest.mark.slow
+with_nat = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
 
 def page_commands():
@@ -52,53 +54,13 @@ def page_commands():
     return blocks[:3]
 
 
-class Machine:
-    """Runs command lines of the page in one namespace and folder."""
+def page_lines(*starts):
+    """The commands of the page that begin so."""
+    return [re.search(rf"^{re.escape(start)}.*$", PAGE.read_text(), flags=re.MULTILINE)[0] for start in starts]
 
-    def __init__(self, namespace, folder):
-        self.namespace, self.folder = namespace, folder
-        bin_ = folder / "bin"
-        bin_.mkdir(parents=True)
-        (bin_ / "atoll").write_text(f'#!/bin/sh\nexec {sys.executable} -m atoll "$@"\n')
-        (bin_ / "atoll").chmod(0o755)
-        self.environment = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}"}
 
-    @contextmanager
-    def started(self, line, log):
-        """A process that types this line."""
-        with open(self.folder / log, "w") as output:
-            process = subprocess.Popen(
-                self.namespace.inside(["sh", "-c", f"exec {line}"]),
-                cwd=self.folder,
-                env=self.environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-            process.wait()
-
-    def typed(self, line, code=0):
-        """What a command prints that ends with this exit code."""
-        inside = self.namespace.inside(["sh", "-c", line])
-        done = subprocess.run(inside, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stderr
-        return done.stdout + done.stderr
-
-    def listening(self):
-        """The ports beyond loopback that any process of this machine listens on."""
-        rows = [line.split() for line in self.typed("cat /proc/net/tcp /proc/net/tcp6").splitlines()]
-        ends = [row[1].split(":") for row in rows if row[3] == "0A"]
-        # The kernel prints words of an address as little-endian numbers: loopback ends in 7F, and ::1 in 01000000.
-        return {int(port, 16) for host, port in ends if not host.endswith("7F") and host != "0" * 24 + "01000000"}
+def tool(*words):
+    subprocess.run([namespaces._found(words[0]), *words[1:]], check=True)
 
 
 def events(folder, kind):
@@ -130,14 +92,91 @@ def participating(folder):
     return found[-1].participating if found else 0
 
 
+@with_nat
+def test_the_first_machine_loses_its_power_for_good_and_the_run_goes_on_over_a_second_public_address(tmp_path):
+    run, _, join = page_commands()
+    invite_standby, stand_by, invite = page_lines(
+        "atoll invite run --standby", "atoll run --join site-c.json", "atoll invite run --out site-b.json"
+    )
+    small = " ".join(f"--set '{setting}'" for setting in SMALL)
+    with namespaces.site_behind_nat() as (public, second, behind):
+        here, keeper, there = (
+            Machine(one, tmp_path / name) for one, name in ((public, "here"), (second, "keeper"), (behind, "there"))
+        )
+        folder, copy = here.folder / "run", keeper.folder / "copy"
+        logs = [here.folder / "run.log", keeper.folder / "keeper.log", there.folder / "join.log"]
+        one_island = run.replace("--processes 2", "--processes 1")  # the others are the majority
+        with here.started(f"{one_island} {small}", "run.log") as process:
+            until(lambda: participating(folder) == 1, "a commit of one island", process, *logs)
+            here.typed(f"{invite_standby} && {invite}")
+            for machine, name in ((keeper, "site-c.json"), (there, "site-b.json")):
+                (machine.folder / name).write_bytes((here.folder / name).read_bytes())
+                (machine.folder / name).chmod(0o600)
+            with keeper.started(stand_by, "keeper.log") as keeping, there.started(join, "join.log"):
+                until(lambda: participating(folder) == 3, "a commit of three", process, *logs)
+                assert keeper.listening() == {29400}, "one open port"
+                seen = len(events(folder, Attended))
+                until(lambda: len(events(folder, Attended)) > seen + 5, "further commits", process, *logs)
+                public.drop_packets()  # no connection is closed
+                lost = events(folder, Attended)[-1].round
+                later = lambda: [one for one in events(copy, Attended) if one.round > lost + 1]  # noqa: E731
+                until(lambda: len(later()) > 5, "commits over the second address", keeping, *logs)
+                assert {one.participating for one in later()[:5]} == {2}
+                with there.started(join, "again.log"):
+                    until(lambda: participating(copy) == 3, "a commit with a new joiner", keeping, there.folder / "again.log")
+            until(lambda: events(folder, Attended)[-1].round <= lost + 1, "a side of the first machine that waits", process)
+    assert "waits: " in logs[0].read_text(), "the first machine is the smaller side"
+
+
+@with_nat
+def test_a_first_machine_behind_a_router_is_joined_at_the_address_that_it_advertises(tmp_path):
+    _, invite, join = page_commands()
+    run = re.search(r"^atoll run .*engine\.advertise.*$", PAGE.read_text(), flags=re.MULTILINE)[0]
+    address, port = re.search(r"engine\.advertise=([0-9.]+):(\d+)", run).groups()
+    with namespaces.site_behind_nat() as (public, _, behind):
+        router = ["ip", "netns", "exec", behind.name.removesuffix("site") + "router", namespaces._found("nft")]
+        tool("ip", "-n", router[3], "addr", "add", f"{address}/32", "dev", "outside")
+        tool("ip", "-n", public.name, "route", "add", address, "via", "203.0.113.9")
+        tool(*router, "add chain ip nat forwarded { type nat hook prerouting priority -100 ; }")
+        tool(*router, f"add rule ip nat forwarded ip daddr {address} tcp dport {port} dnat to {behind.address}:{port}")
+        tool(*router, f"add rule ip filter forward oifname inside tcp dport {port} accept")
+        here, there = Machine(behind, tmp_path / "here"), Machine(public, tmp_path / "there")
+        folder, logs = here.folder / "run", [here.folder / "run.log", there.folder / "join.log"]
+        with here.started(with_settings(f"{run} --out run", SMALL), "run.log") as process:
+            until(lambda: participating(folder) == 2, "a commit of two islands", process, *logs)
+            here.typed(invite)
+            (there.folder / "site-b.json").write_bytes((here.folder / "site-b.json").read_bytes())
+            (there.folder / "site-b.json").chmod(0o600)
+            with there.started(join, "join.log"):
+                until(lambda: participating(folder) == 3, "a commit with the other site", process, *logs)
+                assert here.listening() == {int(port)}, "one open port"
+                assert not there.listening()
+
+
+@pytest.mark.skipif(NO_NAMESPACES is not None, reason=str(NO_NAMESPACES))
+def test_machines_of_one_vpn_join_by_address_in_a_trusted_network(tmp_path):
+    """The tunnel is a plain link here: what a VPN encrypts is not tested."""
+    run, join = page_lines("atoll run toy-sync --elastic --processes 2 --set engine.listen=10.8.0.1", "atoll run --join 10.8.0.1")
+    with namespaces.linked_pair() as machines:
+        for number, machine in enumerate(machines, 1):
+            tool("ip", "-n", machine.name, "addr", "add", f"10.8.0.{number}/24", "dev", machine.device)
+        here, there = (Machine(one, tmp_path / name) for one, name in zip(machines, ("here", "there"), strict=True))
+        folder, logs = here.folder / "run", [here.folder / "run.log", there.folder / "join.log"]
+        with here.started(with_settings(f"{run} --out run", SMALL), "run.log") as process:
+            until(lambda: participating(folder) == 2, "a commit of two islands", process, *logs)
+            with there.started(join, "join.log"):
+                until(lambda: participating(folder) == 3, "a commit of both machines", process, *logs)
+        assert "every machine that reaches the ports of 10.8.0.1 can read, replace and stop this run" in logs[0].read_text()
+
+
+@with_nat
 def test_a_site_behind_nat_joins_by_dialling_out_is_killed_and_rejoins(tmp_path):
     run, invite, join = page_commands()
-    small = " ".join(f"--set '{setting}'" for setting in SMALL)
-    with namespaces.site_behind_nat() as (public, behind):
+    with namespaces.site_behind_nat() as (public, _, behind):
         here, there = Machine(public, tmp_path / "here"), Machine(behind, tmp_path / "there")
         folder = here.folder / "run"
         logs = [here.folder / "run.log", *(folder / "logs" / f"{name}.log" for name in ("island-0000", "lighthouse"))]
-        with here.started(f"{run} {small}", "run.log") as process:
+        with here.started(with_settings(run, SMALL), "run.log") as process:
             until(lambda: participating(folder) == 2, "a commit of two islands", process, *logs)
             here.typed(invite)
             assert here.listening() == {29400}, "one open port"
@@ -171,9 +210,7 @@ def test_a_site_behind_nat_joins_by_dialling_out_is_killed_and_rejoins(tmp_path)
             assert process.wait(PATIENCE_S) == 130, logs[0].read_text()
     units = Counter(tuple(unit[1:]) for event in events(folder, Leased) for unit in event.delivered)
     assert set(units.values()) == {1}, "every unit of data is in exactly one commit"
-    digests = [
-        set(re.findall(r"committed (round \d+ of epoch \d+ as \w+)", path.read_text()))
-        for path in (logs[1], there.folder / "join.log")
-    ]
+    joined = "".join(path.read_text() for path in there.folder.glob("atoll-*.log"))
+    digests = [set(re.findall(r"committed (round \d+ of epoch \d+ as \w+)", text)) for text in (logs[1].read_text(), joined)]
     assert digests[1], "the site behind NAT committed"
     assert digests[1] <= digests[0], "with the same bits"

@@ -1,5 +1,6 @@
 """Islands of threaded runs: which take part, with which state, and what becomes of their work."""
 
+import json
 import time
 import uuid
 from collections import Counter
@@ -29,7 +30,8 @@ from atoll.data.text import Text
 from atoll.engines.elastic import island as island_module, recovery
 from atoll.engines.elastic.aggregation import DeltaSummary, Disagreement
 from atoll.engines.elastic.commit import CommitProtocol
-from atoll.engines.elastic.island import IslandProcess, claim_gpus
+from atoll.engines.elastic.gpu_claims import claim_gpus
+from atoll.engines.elastic.island import IslandOutput, IslandProcess
 from atoll.engines.elastic.launch import start
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import RegistryClient
@@ -43,6 +45,7 @@ from atoll.models.gpt import GPT
 from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.faults import UpdateFault
 from atoll.testing.chaos.reports import exactly_once_violations
+from atoll.testing.simulated_runs import Regression, RegressionBatches
 
 
 @pytest.mark.parametrize(("size", "weighting"), [(1, "uniform"), (2, "uniform"), (3, "uniform"), (3, "examples")])
@@ -61,6 +64,14 @@ def test_without_failures_weights_losses_tokens_and_bytes_equal_the_simulators(t
     for kind in (Evaluated, Exchanged, Compared, RoundFinished):
         count = sum(isinstance(event, kind) for event in read_events(expected.folder / "events.jsonl"))
         assert len(live.events(kind)) == count, kind
+
+
+def test_islands_train_a_users_workload_with_the_simulators_weights(tmp_path, threaded, toy):
+    run = toy(2, "train.warm_start_steps=0")
+    live, workload = threaded(run, Elastic(processes=2)), Regression(RegressionBatches(num_shards=2), hidden=3)
+    live.workload = workload
+    live.finish(live.start("island-0000", "island-0001"))
+    assert load_tree(live.folder / "final.safetensors").equal(simulate(run, out=tmp_path / "sim", workload=workload).params)
 
 
 @pytest.mark.parametrize("kind", ["corrupt_delta", "corrupt_mean", "corrupt_weight"])
@@ -188,6 +199,7 @@ def test_a_begun_run_without_a_checkpoint_is_not_started_from_random_weights(thr
     ("recipe", "settings", "says"),
     [
         ("demo-acco", (), "each island holds a slice"),
+        ("demo-eager", (), "a commit is one mean of deltas"),
         ("demo-diloco", ("cluster.devices_per_island=2",), "an island is one process there"),
         ("demo-diloco", ("algorithm.missed=agreed",), "Use global"),
         ("demo-async", (), "has a hub and workers"),
@@ -277,6 +289,48 @@ def test_a_state_is_not_fetched_while_a_newer_one_is_about_to_follow(threaded, t
     assert newcomer._recovery._fetch_newest(newcomer._engine, newcomer._engine.version) == ""
     donor.status.exchanging = False
     assert newcomer._recovery._fetch_newest(newcomer._engine, newcomer._engine.version).startswith("round 0, fetched from a")
+    for island in (donor, newcomer):
+        island.close(wait=False)
+
+
+def mutated(value, others=(None, [], {}, "x", -1, 2.5)):
+    """Copies of JSON data, in each of which one part is missing or replaced by another value."""
+    yield from (other for other in others if other != value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield {other: kept for other, kept in value.items() if other != key}
+            yield from ({**value, key: changed} for changed in mutated(item, others))
+    elif isinstance(value, list) and value:
+        yield value[1:]
+        yield from ([changed, *value[1:]] for changed in mutated(value[0], others))
+
+
+def test_a_fetched_header_with_any_part_changed_is_used_or_leaves_the_island_as_it_was(threaded, toy, monkeypatch):
+    live = threaded(toy(1), Elastic(processes=1))
+    donor, newcomer = live.one_island("a"), live.one_island("b")
+    donor._engine._protocol.peers = {"c": "127.0.0.1:1"}
+    donor._publish()
+    engine, intact, sent = newcomer._engine, donor._server._snapshot, []
+    monkeypatch.setattr(recovery, "fetch_snapshot", lambda *_: sent[-1])
+
+    def fetch(header):
+        sent.append(replace(intact, header=header))
+        return newcomer._recovery._fetch(engine, donor.status, StateVersion(0, 0))
+
+    def held():
+        return {**engine.metadata(), "wall_time_s": 0.0}
+
+    header, refused = json.loads(json.dumps(intact.header)), 0
+    origin = {"origin": header.pop("origin")}  # another one ends the island
+    for changed in mutated(header):
+        before = held()
+        if not fetch(origin | changed if isinstance(changed, dict) else changed):
+            refused += 1
+            assert held() == before
+        else:
+            assert fetch(origin | header)
+    assert refused > 200
+    assert fetch(origin | header)
     for island in (donor, newcomer):
         island.close(wait=False)
 
@@ -442,7 +496,7 @@ def test_an_island_without_the_folder_that_ends_with_the_newest_state_saves_it_w
     last = max(int(text.split()[2]) for text in live.logged if text.startswith("committed round"))
     assert any(text.startswith(f"no island with the run's folder answers, so elsewhere saved round {last}") for text in live.logged)
     assert [event.round for event in read_events(rescue / "events.jsonl", [Attended])][-1] == last
-    again = IslandProcess(live.join_info, live.network(), "island-0000", rescue, live.log)
+    again = IslandProcess(live.join_info, live.network(), "island-0000", rescue, IslandOutput(live.log))
     assert again._recovery.initialize(again._engine) == f"round {last}, from its checkpoint"
     assert again._engine.leases.done
     again.close(wait=False)

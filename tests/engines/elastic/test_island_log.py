@@ -17,7 +17,9 @@ from atoll.core.events import (
     SaveFailed,
 )
 from atoll.engines.elastic import island as island_module, leader_event_log as leader_log_module
-from atoll.engines.elastic.leader_event_log import CommitRecord, EventLogLease, LeaderLog, LeaseLost, RunAlreadyFinished
+from atoll.engines.elastic.commit_log import CommitRecord
+from atoll.engines.elastic.event_log_lease import EventLogLease, LeaseLost
+from atoll.engines.elastic.leader_event_log import LeaderLog, RunAlreadyFinished
 from atoll.engines.elastic.snapshot_server import IslandPhase
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion

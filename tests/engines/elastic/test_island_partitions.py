@@ -17,7 +17,7 @@ from atoll.runs.cluster import Cluster
 from atoll.runs.run_settings import Keep, Run, Train
 from atoll.testing import namespaces
 from atoll.testing.chaos.attach_faults import RunFaults
-from atoll.testing.chaos.faults import Cut, FaultScript, TimedFault
+from atoll.testing.chaos.faults import Cut, CutOneWay, FaultScript, TimedFault
 from atoll.testing.chaos.reports import elastic_report
 
 pytest.importorskip("torchft")
@@ -58,6 +58,22 @@ def test_the_side_of_the_lighthouse_waits_if_it_is_the_minority_and_all_go_on_wh
     assert after[0][0] > begins_s + cut_s, "no side had the majority"
     assert after[-1][1] == 3
     report = elastic_report(folder, units=3 * 40)
+    assert (report.data, report.diverged) == ((), ())
+
+
+def test_a_lighthouse_whose_packets_are_lost_stops_commits_and_all_islands_go_on_when_they_arrive_again(tmp_path):
+    folder, said, cut_s = tmp_path / "run", [], 12.0
+    cut = TimedFault(at_s=2.0, fault=CutOneWay(link="lighthouse", for_s=cut_s))
+    faults = RunFaults(FaultScript(faults=(cut,)))
+    run(described(60), engine=Elastic(processes=3, step_delay=0.2), out=folder, command=["test"], log=said.append, faults=faults)
+    (begins_s,) = (one["at_s"] for one in chaos_log(folder) if "injected" in one)
+    paused = [at_s for at_s, _ in commits(folder) if begins_s + 1.5 < at_s < begins_s + cut_s]
+    assert not paused, "no quorum can form"
+    after = [(at_s, there) for at_s, there in commits(folder) if at_s > begins_s + cut_s]
+    assert after[0][0] < begins_s + cut_s + 30.0
+    assert after[-1][1] == 3
+    assert not any("island" in text and "has died" in text for text in said), said
+    report = elastic_report(folder, units=3 * 60)
     assert (report.data, report.diverged) == ((), ())
 
 

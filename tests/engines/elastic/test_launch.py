@@ -1,21 +1,67 @@
 """What the launcher of an elastic run refuses."""
 
+import gc
+import os
+import signal
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
+import torch
 
 import atoll
 from atoll import recipes
+from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
+from atoll.engines.elastic import launch
 from atoll.engines.elastic.launch import joining_lines
 from atoll.engines.elastic.spec import Elastic
 from atoll.testing.simulated_runs import Regression
 
 
-def test_a_users_workload_is_refused_before_there_is_a_folder(tmp_path):
-    with pytest.raises(ConfigError, match="a user's workload lives in this process"):
+def test_a_workload_that_only_this_process_has_is_refused_before_there_is_a_folder(tmp_path):
+    with pytest.raises(ConfigError, match=r'a user\'s workload lives in this process.* workload="FILE.py:NAME"'):
         atoll.run(recipes.toy_sync(), engine=atoll.Elastic(processes=2), workload=Regression(), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_other_systems_than_linux_are_refused_before_there_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match="elastic runs need Linux, and this is darwin"):
+        atoll.run(atoll.recipes.toy_sync(), engine=atoll.Elastic(processes=2), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_sigterm_interrupts_a_joiner_as_ctrl_c_does_and_a_second_one_does_nothing(monkeypatch):
+    before, ended = signal.getsignal(signal.SIGTERM), []
+
+    def island(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            ended.append("its rescue is complete")
+
+    monkeypatch.setattr(launch, "run_island", island)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch.join_run("127.0.0.1:1", ())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == ["its rescue is complete"]
+
+
+def test_a_loop_has_no_warm_start(tmp_path):
+    (tmp_path / "own.py").write_text("def train(member): pass\n")
+    with pytest.raises(ConfigError, match=r"warm_start_steps=10 with the loop .*own.py:train: a warm start needs a workload"):
+        atoll.run(
+            override(recipes.toy_sync(), ["train.warm_start_steps=10"]),
+            engine=atoll.Elastic(processes=2),
+            workload=f"{tmp_path}/own.py:train",
+            out=tmp_path / "run",
+        )
 
 
 def test_a_run_says_how_to_join_it_and_what_a_trusted_network_means(tmp_path):
@@ -56,3 +102,33 @@ def test_a_run_beyond_loopback_has_a_gateway(settings, secured):
 def test_addresses_that_no_machine_could_dial_are_refused(settings):
     with pytest.raises(ConfigError):
         Elastic(**settings)
+
+
+LOOP = """
+def train(member):
+    (Path(__file__).parent / member.name).write_text(member.device)
+"""
+
+
+def test_each_islands_loop_begins_with_a_gpu_of_its_own_as_the_current_one(tmp_path, monkeypatch):
+    (tmp_path / "gpu_loop.py").write_text(f"from pathlib import Path\n{LOOP}")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    join_info = SimpleNamespace(run=override(recipes.toy_sync(), ["train.device=cuda"]), spec=Elastic())
+    monkeypatch.setattr(launch, "find_run", lambda *_: (join_info, SimpleNamespace(host="")))
+    monkeypatch.setattr(launch, "end_with_supervisor", lambda: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    uuids, chosen = [uuid4().hex for _ in range(2)], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    threads = torch.get_num_threads()
+    for number in range(2):
+        with pytest.raises(SystemExit):  # its loop enters no block
+            launch.run_island("127.0.0.1:1", f"island-000{number}", tmp_path, code=f"{tmp_path}/gpu_loop.py:train")
+    torch.set_num_threads(threads)
+    gc.unfreeze()
+    del sys.modules["gpu_loop"]
+    assert chosen == [0, 1]
+    assert [(tmp_path / f"island-000{number}").read_text() for number in range(2)] == ["cuda:0", "cuda:1"]

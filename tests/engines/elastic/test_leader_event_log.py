@@ -19,16 +19,11 @@ from atoll.core.events import Attended, Evaluated, IslandLeft, LogDamaged, Round
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import RunAccounting
 from atoll.engines.checkpoints import Checkpoints
-from atoll.engines.elastic import leader_event_log
-from atoll.engines.elastic.leader_event_log import (
-    CommitLog,
-    CommitRecord,
-    EventLogLease,
-    LeaderLog,
-    LeaseLost,
-    committed_prefix,
-)
-from atoll.engines.elastic.membership import LastQuorum
+from atoll.engines.elastic import commit_log, event_log_lease, leader_event_log
+from atoll.engines.elastic.commit_log import CommitLog, CommitRecord
+from atoll.engines.elastic.event_log_lease import EventLogLease, LeaseLost, committed_prefix
+from atoll.engines.elastic.leader_event_log import LeaderLog
+from atoll.engines.elastic.quorum import LastQuorum, ended_among
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
@@ -358,9 +353,9 @@ def test_an_island_that_was_frozen_while_it_took_the_lease_has_lost_it(tmp_path)
         others[0].emit(saved(2))
         return mark
 
-    replace_mark = leader_event_log._replace_mark
+    replace_mark = event_log_lease._replace_mark
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(leader_event_log, "_replace_mark", frozen_before_it_locks_the_log)
+        monkeypatch.setattr(event_log_lease, "_replace_mark", frozen_before_it_locks_the_log)
         with pytest.raises(LeaseLost):
             lease_of(path, 0)
     others[0].emit(saved(3))
@@ -379,7 +374,7 @@ log.write(sys.argv[2].encode())
 
 
 def test_a_process_that_froze_with_the_log_locked_does_not_stop_the_next_leader(tmp_path, monkeypatch):
-    monkeypatch.setattr(leader_event_log, "_LOCK_LIMIT_S", 0.1)
+    monkeypatch.setattr(event_log_lease, "_LOCK_LIMIT_S", 0.1)
     path = written(tmp_path / "events.jsonl", saved(1))
     frozen = subprocess.Popen([sys.executable, "-S", "-c", STOPPED, path, saved(99).to_json() + "\n"])
     try:
@@ -395,7 +390,7 @@ def test_a_process_that_froze_with_the_log_locked_does_not_stop_the_next_leader(
 
 
 def test_a_holder_that_cannot_lock_the_log_reports_it_and_does_not_wait_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(leader_event_log, "_LOCK_LIMIT_S", 0.1)
+    monkeypatch.setattr(event_log_lease, "_LOCK_LIMIT_S", 0.1)
     lease = lease_of(written(tmp_path / "events.jsonl", saved(1)))
     with lease.path.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -407,10 +402,10 @@ def test_a_holder_that_cannot_lock_the_log_reports_it_and_does_not_wait_for_ever
 
 def test_events_carry_the_time_of_their_commit_and_not_of_their_writing(island, monkeypatch):
     one, other = island(), island()
-    monkeypatch.setattr(leader_event_log, "unix_time_s", lambda: 1e9)
+    monkeypatch.setattr(commit_log, "unix_time_s", lambda: 1e9)
     commits(one, (1, 1), leader="dead")
     other.commit_log.from_parts(one.commit_log.to_parts())
-    monkeypatch.setattr(leader_event_log, "unix_time_s", lambda: 2e9)
+    monkeypatch.setattr(commit_log, "unix_time_s", lambda: 2e9)
     commits(other, (2, 2))
     assert [event.unix_time_s for event in other.events(Attended)] == [1e9, 2e9]
 
@@ -531,3 +526,33 @@ def test_a_missing_log_has_no_commits(tmp_path):
 def test_the_lease_of_a_log_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="cannot write"):
         lease_of(tmp_path / "nowhere" / "log", 5)
+
+
+@pytest.mark.parametrize("name", ["finish.lock", "events.jsonl"])
+def test_a_link_in_the_place_of_a_file_of_the_run_is_an_error_and_its_target_stays(island, tmp_path, name):
+    one, other = island(), tmp_path / "other"
+    if name == "finish.lock":
+        other.write_text("no lock")
+    (one.folder.path / name).unlink(missing_ok=True)
+    (one.folder.path / name).symlink_to(other)
+    one.engine.reach(1, 5)
+    with pytest.raises(CheckpointError, match=rf"{name}.*symbolic link"):
+        one.leader_log.finish(one.engine, None, 0.0)
+    assert name == "events.jsonl" or other.read_text() == "no lock"
+    assert other.exists() == (name == "finish.lock")
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[:-9], lambda text: b"", lambda text: b"[]", lambda text: text.replace(b"a#1", b"b#1")]
+)
+def test_a_restarted_island_waits_if_the_file_of_the_last_quorum_is_damaged(island, damage):
+    one = island()
+    assert one.leader_log.last_quorum() == LastQuorum(), "the run has just begun"
+    one.commit(1, 5)
+    again, path = island(), one.folder.path / "quorum.json"
+    assert again.leader_log.last_quorum() == QUORUM.quorum
+    path.write_bytes(damage(path.read_bytes()))
+    last = again.leader_log.last_quorum().processes
+    assert {*last} - ended_among(last, ["a#1", "b#1"]), "one of them is not known to have ended"
+    assert "quorum.json cannot be read" in again.logged[-1]
+    assert "stop this run and resume it" in again.logged[-1]

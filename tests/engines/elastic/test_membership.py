@@ -11,17 +11,22 @@ import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from atoll.engines.elastic import membership
-from atoll.engines.elastic.membership import LastQuorum, Member, Membership, MembershipLost, QuorumMonitor
-from atoll.engines.elastic.rendezvous import Rendezvous, free_port
-from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandStatus, SnapshotServer
+from atoll.engines.elastic import quorum_monitor
+from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.membership import Membership, MembershipLost
+from atoll.engines.elastic.quorum import LastQuorum, Member
+from atoll.engines.elastic.quorum_monitor import QuorumMonitor
+from atoll.engines.elastic.rendezvous import Rendezvous
+from atoll.engines.elastic.snapshot_server import IslandStatus, SnapshotServer
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import StateVersion
+from atoll.engines.network_interfaces import free_port
 
 HOST = "127.0.0.1"
 
@@ -43,7 +48,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def fast_probes(monkeypatch):
-    monkeypatch.setattr(membership, "PROBE_S", 0.01)
+    monkeypatch.setattr(quorum_monitor, "PROBE_S", 0.01)
 
 
 def monitor(address, group, silent_s=0.2):
@@ -159,6 +164,8 @@ def replica(lighthouse, name):
     "name", ["x", "A:1", "", "a" * 500, "c:127.0.0.1:1:folder:1.0:5:run-2:c#1", "c:127.0.0.1:1:folder:inf:5:run-1:c#1"]
 )
 def test_an_id_that_is_no_island_of_the_run_is_ignored_with_one_line(quorum, name):
+    for member in quorum.members:
+        member.join()  # else the first that asks may be a quorum of its own
     server, asking = replica(quorum.lighthouse, name)
     asking.start()
     try:
@@ -191,7 +198,13 @@ def test_the_lighthouses_kill_route_kills_no_island(quorum):
 
 
 def test_a_manager_listens_on_loopback_only(quorum):
-    assert all(member._server.address().startswith("http://255.255.255.255:") for member in quorum.members)
+    for member in quorum.members:
+        port = int(member._server.address().rpartition(":")[2])
+        lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+        # In the kernel's table 0A is a listening socket, and 0100007F is 127.0.0.1.
+        assert [local for _, local, _, state, *_ in lines if state == "0A" and int(local[-4:], 16) == port] == [
+            f"0100007F:{port:04X}"
+        ]
 
 
 # ------------------------------------------------------------------------------------------------------------ partitions

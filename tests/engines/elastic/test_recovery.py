@@ -11,11 +11,14 @@ import pytest
 from atoll.core.errors import CheckpointError
 from atoll.core.serialization import pack
 from atoll.engines.elastic import recovery as recovery_module
-from atoll.engines.elastic.membership import LastQuorum, MembershipLost, log_while_waiting
+from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.membership import MembershipLost
+from atoll.engines.elastic.quorum import LastQuorum
 from atoll.engines.elastic.recovery import NoState, Recovery
 from atoll.engines.elastic.rendezvous import UNREGISTERED_S
-from atoll.engines.elastic.snapshot_server import DirectNetwork, IslandPhase, IslandStatus, Snapshot, SnapshotServer
+from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
+from atoll.engines.liveness import log_while_waiting
 
 NOW, AHEAD = StateVersion(5, 9), StateVersion(6, 10)
 
@@ -30,6 +33,7 @@ class Engine:
     def __init__(self, peer_addresses=()):
         self.version, self.peer_addresses, self.done = NOW, dict(peer_addresses), []
         self.accounting = SimpleNamespace(quorum=LastQuorum(("a#1",)))
+        self.replica = SimpleNamespace(optimizer_parameters=[])
 
     def successors(self):
         return ["b#1"]
@@ -40,7 +44,7 @@ class Engine:
     def shared(self):
         return {}
 
-    def restore(self, metadata, shared, donor, received_bytes):
+    def restore(self, metadata, shared, donor, received_bytes, moments):
         self.version = StateVersion(*metadata["version"])
         self.done.append(f"fetches round {self.version.round} from {donor}")
 
@@ -213,13 +217,40 @@ def test_an_island_leaves_the_quorum_only_after_long_silence(recovery, until, ca
     assert left == calls
 
 
-def serving(name, version, confirmed=True, published=True):
-    """The server of an island that reports this state."""
+def serving(name, version, confirmed=True, published=True, mutate=lambda header: header):
+    """The server of an island that reports this state, and whose snapshot has a header that `mutate` changes."""
     server = SnapshotServer("127.0.0.1", lambda: reported(name, version, server.address, confirmed=confirmed))
-    metadata = {"version": list(version), "wall_time_s": 0.0}
+    metadata = {"version": list(version), "wall_time_s": 0.0, "peers": {}, "rounds_without_delta": 0}
     if published:
-        server.publish(Snapshot({"metadata": metadata, "structure": pack({})[0], "origin": ORIGIN, "commit_log": []}))
+        header = {"metadata": metadata, "structure": pack({})[0], "moments": pack({"moments": {}})[0]}
+        server.publish(Snapshot(mutate({**header, "origin": ORIGIN, "commit_log": []})))
     return server
+
+
+MALFORMED = [
+    {},
+    [],
+    *({"metadata": metadata} for metadata in ([], {}, {"version": ["x", 1], "wall_time_s": 0.0})),
+    *({"structure": structure} for structure in ([1], {"kind": "none"}, {"kind": "dict", "items": 5})),
+    *({"moments": moments} for moments in ([], {"kind": "dict", "items": {}})),
+    *({"commit_log": commit_log} for commit_log in (5, [[1]], [[1, 2, False, ["{}"]]], [[1, 2, False, ["no JSON"]]])),
+    {"origin": []},
+]
+
+
+@pytest.mark.parametrize("change", MALFORMED, ids=str)
+def test_an_island_does_not_go_on_alone_while_the_holder_of_a_newer_state_sends_a_malformed_one(recovery, change):
+    engine, logged = Engine(), []
+    with closing(serving("z", AHEAD, mutate=lambda header: header | change if change else change)) as malformed:
+        engine.peer_addresses = {"z": malformed.address}
+        with pytest.raises(AssertionError, match="it waits for ever"):
+            recovery(Registry(), LeaderLog([6, 0]), logged.append).catch_up(engine, AHEAD)
+        assert engine.done == []
+        assert sum(line.startswith("the state of z cannot be used: ") for line in logged) == 1, "however often it is tried"
+        with closing(serving("y", AHEAD)) as holder:  # it is asked after z
+            engine.peer_addresses["y"] = holder.address
+            recovery(Registry(), None).catch_up(engine, AHEAD)
+    assert engine.done == ["fetches round 6 from y"]
 
 
 def test_an_older_state_of_another_island_is_no_failed_fetch(recovery):

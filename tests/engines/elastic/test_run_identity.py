@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.core.errors import ConfigError
+from atoll.engines.elastic import run_identity
 from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
 
 
@@ -47,6 +48,32 @@ def test_each_join_file_has_an_id_of_its_own_also_if_written_at_once(tmp_path):
         made = [*pool.map(lambda _: RunSecrets.invite(tmp_path, ("a:1",)), range(8))]
     assert len({one.credentials.identity for one in made}) == 8
     assert RunSecrets.read(tmp_path).invited.keys() == {one.credentials.identity for one in made}
+
+
+@pytest.mark.parametrize("read", [RunSecrets.create, RunSecrets.read, lambda folder: RunSecrets.invite(folder, ("a:1",))])
+def test_keys_that_other_users_can_read_are_refused_by_a_process_that_starts(tmp_path, read):
+    RunSecrets.create(tmp_path)
+    run_identity._refuse_public.cache_clear()  # as in another process
+    (tmp_path / "secrets" / "identity.json").chmod(0o604)
+    with pytest.raises(ConfigError, match=r"can be read by other users \(mode 604\).*chmod 600"):
+        read(tmp_path)
+
+
+def test_a_process_that_has_read_the_keys_reads_them_again_and_warns_once_if_other_users_can_too(tmp_path):
+    made, path = RunSecrets.create(tmp_path), tmp_path / "secrets" / "identity.json"
+    path.chmod(0o644)
+    with pytest.warns(UserWarning, match="other users have access to it: chmod 600") as warned:
+        assert [RunSecrets.read(tmp_path) for _ in range(3)] == [made] * 3
+    assert len(warned) == 1
+
+
+def test_a_run_starts_with_keys_that_the_group_of_its_volume_can_read_and_warns(tmp_path):
+    made, path = RunSecrets.create(tmp_path), tmp_path / "secrets" / "identity.json"
+    path.chmod(0o660)
+    run_identity._refuse_public.cache_clear()  # as in another process
+    with pytest.warns(UserWarning, match="its group has access to it: chmod 600") as warned:
+        assert [RunSecrets.create(tmp_path), RunSecrets.read(tmp_path)] == [made] * 2
+    assert len(warned) == 1
 
 
 def test_a_join_file_of_another_version_is_refused_by_name(join):

@@ -1,9 +1,11 @@
 """The snapshot server, over real sockets on this machine."""
 
 import json
+import select
 import socket
 import threading
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 import pytest
@@ -11,15 +13,8 @@ import torch
 
 from atoll.core.errors import ExchangeFailed
 from atoll.engines.elastic import snapshot_server
-from atoll.engines.elastic.snapshot_server import (
-    DirectNetwork,
-    IslandPhase,
-    IslandStatus,
-    Snapshot,
-    SnapshotServer,
-    fetch_snapshot,
-    query_status,
-)
+from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, fetch_snapshot, query_status
 from atoll.engines.elastic.state_version import StateVersion
 
 HOST = "127.0.0.1"
@@ -142,6 +137,47 @@ def test_queries_of_another_run_get_no_answer_and_answers_of_one_are_none(server
         assert query_status("a", server.address, 5.0, ours) is None
 
 
+@pytest.mark.parametrize("line", ["exchange 0123abcd 1", "relay b exchange 0123abcd 1", "relay b status"])
+@pytest.mark.parametrize("mark", ["", " run-2"])
+def test_exchanges_and_relayed_queries_of_another_run_are_closed(line, mark):
+    ours = DirectNetwork(HOST, run_id="run-1")
+    with closing(SnapshotServer(HOST, network=ours)) as one, socket.create_server((HOST, 0)) as member:
+        member.settimeout(0.1)
+        one.routes = {"b": f"{HOST}:{member.getsockname()[1]}"}
+        with ours.dial(one.address, 5.0) as client:
+            client.sendall(f"{line}{mark}\n".encode())
+            assert client.recv(1) == b""
+        assert not one.accepted.has("0123abcd")
+        with pytest.raises(TimeoutError):
+            member.accept()
+
+
+def drips(connection):
+    """Sends a byte every 50 ms. Returns when the other end closes the connection, and whether that was before the 100th byte."""
+    with suppress(OSError):
+        for _ in range(100):
+            connection.sendall(b"x")
+            if select.select([connection], [], [], 0.05)[0]:
+                return True
+        return False
+    return True
+
+
+def test_an_island_that_answers_a_byte_at_a_time_does_not_answer():
+    with socket.create_server((HOST, 0)) as slow, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(query_status, "a", f"{HOST}:{slow.getsockname()[1]}", 0.3)
+        with slow.accept()[0] as connection:
+            connection.recv(64)
+            assert drips(connection)
+        assert asked.result() is None
+
+
+def test_a_client_that_sends_its_query_a_byte_at_a_time_is_dropped(server, monkeypatch):
+    monkeypatch.setattr(snapshot_server, "_FIRST_LINE_S", 0.3)
+    with socket.create_connection(server.address.rsplit(":", 1), timeout=5.0) as connection:
+        assert drips(connection)
+
+
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [
@@ -172,6 +208,19 @@ def test_idle_connections_make_few_threads_and_hinder_no_query(server):
             stack.enter_context(socket.create_connection(server.address.rsplit(":", 1), timeout=5.0))
             assert threading.active_count() - before <= snapshot_server.MAX_WITHOUT_QUERY + 50  # closed ones end in a moment
         assert query_status("a", server.address, 5.0) == STATUS
+
+
+def test_a_connection_that_gets_no_thread_is_closed_and_the_next_one_is_served(server, monkeypatch):
+    def no_thread(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    client, adopted = socket.socketpair()
+    with monkeypatch.context() as patch, client:
+        patch.setattr(threading, "Thread", no_thread)
+        server.adopt(adopted)
+        assert client.recv(1) == b""
+    assert (server._server._open, [*server._server._without_query]) == (0, [])
+    assert query_status("a", server.address, 5.0) == STATUS
 
 
 def test_a_connection_beyond_the_limit_is_closed(server, monkeypatch):

@@ -20,22 +20,15 @@ from atoll.core.errors import CheckpointError, ConfigError, DataError
 from atoll.core.events import RunFinished, RunStarted, Saved
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import save_tree
-from atoll.engines.elastic import launch, supervisor as supervisor_module
+from atoll.engines.elastic import launch, rendezvous_health, supervisor as supervisor_module
 from atoll.engines.elastic.recovery import NoState
-from atoll.engines.elastic.rendezvous import RegistryClient, free_port
+from atoll.engines.elastic.rendezvous import RegistryClient
+from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.elastic.supervisor import (
-    REFUSED,
-    STATELESS,
-    Backoff,
-    Child,
-    IslandFailed,
-    LogTail,
-    ProcessHooks,
-    RendezvousHealth,
-    Supervisor,
-    island_name,
-)
+from atoll.engines.elastic.supervised_process import REFUSED, STATELESS, Backoff, Child
+from atoll.engines.elastic.supervisor import EndReports, IslandFailed, LogTail, ProcessHooks, Supervisor, island_name
+from atoll.engines.liveness import last_error, last_lines
+from atoll.engines.network_interfaces import free_port
 from atoll.engines.rank_store import open_store
 from atoll.engines.run_lifecycle import RunTask
 from atoll.engines.spec import read_spec
@@ -76,6 +69,21 @@ def test_a_child_that_was_killed_is_restarted(tmp_path):
     assert (one.starts, one.exit_code) == (2, None)
     one.release()  # it reads the end of its input
     assert ended(one).exit_code == 0
+
+
+def test_a_child_writes_no_log_through_a_link(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "island.log").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic link"):
+        child(tmp_path, "print(1)").start()
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_in_the_place_of_a_childs_log_has_no_lines_and_ends_no_supervisor(tmp_path):
+    one = child(tmp_path, "raise SystemExit(1)")
+    one.log.mkdir(parents=True)
+    assert one.new_warnings() == []
+    assert last_error(one.log) == last_lines(one.log) == ""
 
 
 def test_a_child_that_refuses_to_start_is_given_up_with_its_error(tmp_path):
@@ -258,7 +266,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 
 
 def test_a_rendezvous_that_is_stopped_is_replaced_on_its_ports(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor_module, "_PROBE_S", 0.1)
+    monkeypatch.setattr(rendezvous_health, "_PROBE_S", 0.1)
     monkeypatch.setattr(supervisor_module, "RendezvousHealth", partial(RendezvousHealth, limit_s=0.5))
     marker = tmp_path / "done"
     supervisor, logged = supervised(tmp_path, WAITS.format(marker=str(marker)))
@@ -421,6 +429,31 @@ def test_a_log_that_was_cut_and_has_grown_again_is_followed_from_its_next_whole_
     assert seen.events[-1] == EVENTS[3]
 
 
+def test_each_end_is_reported_once_to_each_registry_and_kept_for_the_next_supervisor(tmp_path, monkeypatch):
+    """The registry cuts old reports, which must not come back."""
+    monkeypatch.setattr(supervisor_module, "Heartbeat", lambda *_, **__: SimpleNamespace(close=bool))
+    monkeypatch.setattr(supervisor_module, "ENDS_KEPT", 8)
+    store, port = open_store(HOST)
+    island = Child("island-0000", [], tmp_path / "log", is_island=True)
+    island.processes += [f"a#{number}" for number in range(10)]
+    ends = EndReports(tmp_path, f"{HOST}:{port}", [island], bool)
+    registry = RegistryClient(f"{HOST}:{port}")
+    ends._report()
+    assert registry.ended() == [f"a#{number}" for number in range(6, 9)], "the last one runs"
+    store.set("ended", "")
+    ends._report()
+    assert registry.ended() == []
+    island.processes.append("a#10")
+    ends._report()
+    assert registry.ended() == ["a#9"]
+    assert (tmp_path / "processes.txt").read_text().split() == ["a#7", "a#8", "a#9", "a#10"]
+    for key in ("ended", f"known to {ends._id}"):  # as of a registry that was restarted
+        store.delete_key(key)
+    ends._report()
+    assert registry.ended() == ["a#7", "a#8", "a#9"]
+    ends.close()
+
+
 def test_a_run_keeps_its_port_while_it_is_free(tmp_path, monkeypatch):
     """Joiners find a resumed run at its old address, unless another process has it now. A port that the user chose must be free."""
     seen = []
@@ -444,6 +477,19 @@ def test_a_run_keeps_its_port_while_it_is_free(tmp_path, monkeypatch):
         assert seen[2] != seen[0]
         with pytest.raises(ConfigError, match="this machine cannot listen there"):
             launch.supervise(replace(task, spec=replace(spec, listen=f"{HOST}:{seen[0]}")))
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "events.lease", "finish.lock", "quorum.json", "processes.txt"])
+def test_a_folder_in_the_place_of_a_file_that_islands_write_is_refused_before_any_starts(tmp_path, name):
+    """Islands would else die and restart, or try to write it for ever."""
+    (tmp_path / name).mkdir()
+    spec = Elastic(processes=1)
+    task = RunTask(run=spec.fitted(recipes.ALL["toy-sync"]()), spec=spec, folder=RunFolder(tmp_path))
+    with pytest.raises(
+        ConfigError, match=rf"{name} is a folder, and an elastic run writes a file of this name\. Remove the folder"
+    ):
+        launch.supervise(task)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_lighthouse_keeps_its_address(tmp_path):

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from atoll.core.errors import one_line
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
+from atoll.core.protocols import Encoding
+from atoll.core.verified_files import parse_json
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion, checksum, checksums, combine_checksums
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
@@ -80,7 +83,7 @@ class UpdateValidator:
     def to_parts(self) -> dict[str, list[float]]:
         return {"norms": list(self._norms)}
 
-    def from_parts(self, parts: dict[str, list[float]]) -> None:
+    def from_parts(self, parts: Mapping[str, Any]) -> None:
         self._norms = list(parts["norms"])
 
 
@@ -101,8 +104,13 @@ class IslandReport:
 
     @staticmethod
     def from_text(text: str) -> IslandReport:
-        folder, address, donor, received_bytes, written, record, now_s = json.loads(text)
-        return IslandReport(folder, address, donor, received_bytes, written, RoundRecord.from_json(record), now_s)
+        """What `to_text` wrote. Raises ValueError or TypeError if this is no report."""
+        match parse_json(text):
+            case [str(folder), str(address), str() | None as donor, int(received), int(written), str(record), float(now_s)]:
+                if not math.isfinite(now_s):
+                    raise ValueError(f"its time is {now_s}")
+                return IslandReport(folder, address, donor, received, written, _record(record), now_s)
+        raise ValueError(f"{text[:80]!r} is none")
 
 
 @dataclass(frozen=True)
@@ -114,8 +122,11 @@ class Proposal:
     report: IslandReport  # with the record of its round so far
     tree: Tree | None = None  # the delta
     weight: float = 0.0  # 0 if the island has no work in this round
+    working: frozenset[str] = frozenset()  # the islands that have work in this round
     compare: bool = False  # whether the deltas' inner products are recorded
+    encoding: Encoding | None = None  # of the delta
     arrived_s: float = 0.0  # when this island was ready to exchange
+    background: bool = False  # whether it trains on meanwhile
     before_vote: Callable[[], object] = bool  # called when only the vote is left: from then on other members may commit
 
 
@@ -129,6 +140,7 @@ class Agreement:
     weight: float  # of all accepted deltas
     reports: Sequence[IslandReport]
     rank: int
+    unsent: Tree | None = None  # what the encoding left out of this island's delta, if that is in the value
 
     @property
     def now_s(self) -> float:
@@ -149,56 +161,80 @@ class ValidatedMean:
         if proposal.tree is None:
             nothing = Tree.of({"nothing": torch.zeros(0)})
             return self._vote(collectives, states, proposal, nothing, None, [], {}, 0.0)
-        tree = proposal.tree
-        rows = self._announce(collectives, tree, proposal.weight)
+        tree, start_s = proposal.tree, self._clock.now_s()
+        rows = self._announce(collectives, tree, proposal)
         deltas = [*map(_summary, rows)]
         rejected = self._validator.rejections(deltas)
         weights = [0.0 if rank in rejected else one.weight for rank, one in enumerate(deltas)]
         total = float(sum(weights))
         record = RoundRecord(list(proposal.report.record.computed))
         record.tokens = sum(one.tokens for one in record.computed) if weights[collectives.rank] else 0
-        mean, sums = tree.copy() if total else tree.zeros(), None
-        if total:
+        mean, sums, unsent = tree.copy() if total else tree.zeros(), None, None
+        products = torch.zeros(collectives.size, collectives.size, dtype=torch.float64) if proposal.compare and total else None
+        if total and proposal.encoding is not None:
+            unsent = mean.claim(torch.float32)
+            mean = Tree(mean.layout, self._average_encoded(collectives, unsent, weights, proposal.encoding, products))
+        elif total:
             announced = [row[3 + collectives.rank] for row in rows]
-            sums, record.similarities = self._average(collectives, mean, weights, announced, compare=proposal.compare)
+            sums = self._average(collectives, mean, weights, announced, products)
+        record.similarities = [DeltaSimilarity(products.tolist(), weights)] if products is not None else []
         times_s = proposal.arrived_s, self._clock.now_s()
         sent, control = collectives.sent_bytes, collectives.control_bytes + self._vote_bytes
-        record.exchanges = [ExchangeRecord("mean", *times_s, sent, control, total, False, tuple(rejected), total == 0)]
+        exchange = ExchangeRecord(
+            "mean", *times_s, sent, control, total, proposal.background, tuple(rejected), total == 0, start_s=start_s
+        )
+        record.exchanges = [exchange]
         proposal = replace(proposal, report=replace(proposal.report, record=record))
-        return self._vote(collectives, states, proposal, mean, sums, rows, rejected, total)
+        agreement = self._vote(collectives, states, proposal, mean, sums, rows, rejected, total)
+        return replace(agreement, unsent=unsent if weights[collectives.rank] else None)
 
-    def _announce(self, collectives: GroupCollectives, tree: Tree, weight: float) -> list[list[float]]:
+    def _announce(self, collectives: GroupCollectives, tree: Tree, proposal: Proposal) -> list[list[float]]:
         """All members' summaries, and the checksums of the slices that each sends, by receiving rank; 0 for its own slice, which
-        it does not send."""
+        it does not send, and for slices that are encoded while they are sent."""
         sums = [0] * collectives.size
-        if not weight:
+        if not proposal.weight:
             return collectives.all_gather_numbers(0.0, True, 0.0, *sums)
         norm = tree.rough_norm()  # not finite if a value is not
-        others = [rank for rank in range(collectives.size) if rank != collectives.rank]
+        others = [rank for rank in range(collectives.size) if rank != collectives.rank and proposal.encoding is None]
         for rank, total in zip(others, _slice_sums(tree, collectives.size, others), strict=True):
             sums[rank] = total
         finite = math.isfinite(norm)
-        return collectives.all_gather_numbers(weight, finite, norm if finite else 0.0, *sums)
+        return collectives.all_gather_numbers(proposal.weight, finite, norm if finite else 0.0, *sums)
 
     def _average(
-        self, collectives: GroupCollectives, mean: Tree, weights: Sequence[float], announced: Sequence[float], *, compare: bool
-    ) -> tuple[list[int], list[DeltaSimilarity]]:
+        self,
+        collectives: GroupCollectives,
+        mean: Tree,
+        weights: Sequence[float],
+        announced: Sequence[float],
+        products: torch.Tensor | None,
+    ) -> list[int]:
         """Returns the checksum of each rank's slice of the mean. Chunks are added to checksums while they are in the cache and
         others are on their way."""
         received, gathered = [0] * collectives.size, [0] * collectives.size
-        products = torch.zeros(collectives.size, collectives.size, dtype=torch.float64) if compare else None
-
-        def add_to(sums: list[int], rank: int, chunk: torch.Tensor) -> None:
-            sums[rank] = checksum(chunk, sums[rank])
-
         collectives.reduce_scatter(
-            mean.flat, weights, inner_products=products, on_received=partial(add_to, received), divide_by=float(sum(weights))
+            mean.flat, weights, inner_products=products, on_received=partial(_add_to, received), divide_by=float(sum(weights))
         )
-        others = [rank for rank, weight in enumerate(weights) if weight and rank != collectives.rank]
-        if damaged := [collectives.names[rank] for rank in others if received[rank] != announced[rank]]:
-            raise Disagreement(f"the delta of {', '.join(damaged)} does not match its checksum: it was damaged on the way", damaged)
-        collectives.all_gather(mean.flat, on_chunk=partial(add_to, gathered))
-        return gathered, [DeltaSimilarity(products.tolist(), weights)] if products is not None else []
+        _check_received(collectives, weights, received, announced)
+        collectives.all_gather(mean.flat, on_chunk=partial(_add_to, gathered))
+        return gathered
+
+    def _average_encoded(
+        self,
+        collectives: GroupCollectives,
+        tree: Tree,
+        weights: Sequence[float],
+        encoding: Encoding,
+        products: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns the mean; the tree then holds what the encoding left out. Members announce the checksums of what they sent
+        afterwards, since they encode while they send."""
+        sent, received = [0] * collectives.size, [0] * collectives.size
+        hooks: dict[str, Any] = {"on_sent": partial(_add_to, sent), "on_received": partial(_add_to, received)}
+        mean = collectives.encoded_mean(tree.flat, weights, encoding, inner_products=products, **hooks)
+        announced = [row[collectives.rank] for row in collectives.all_gather_numbers(*sent)]
+        _check_received(collectives, weights, received, announced)
+        return mean
 
     def _vote(
         self,
@@ -221,15 +257,75 @@ class ValidatedMean:
         slice_sums = slice_sums or _slice_sums(value, collectives.size, range(collectives.size))
         parts = zip(slice_sums, states, rows or [()] * collectives.size, texts, strict=True)
         sums = [combine_checksums([total], f"{[*state]}{[*row]}{text}") for total, state, row, text in parts]
-        proposal.before_vote()
+        reports, malformed = _read_reports(collectives.names, texts, proposal.report.record)
+        if malformed is None:  # else no member that received the same can commit
+            proposal.before_vote()
         digests = collectives.all_gather_numbers(*sums)
         if any(one != digests[0] for one in digests):
             me, names = collectives.rank, collectives.names
             suspects = [name for rank, name in enumerate(names) if _differs(digests, rank, me) or _differs(digests, me, rank)]
             raise Disagreement(f"islands came to different means, or received different messages ({digests})", suspects)
+        if malformed is not None:
+            raise malformed
         self._vote_bytes = collectives.control_bytes - before_bytes
-        reports = [*map(IslandReport.from_text, texts)]
         return Agreement(value, [*map(_summary, rows)], rejected, weight, reports, collectives.rank)
+
+
+def _read_reports(names: Sequence[str], texts: Sequence[str], own: RoundRecord) -> tuple[list[IslandReport], Disagreement | None]:
+    """The islands' reports, or what is wrong with one of them. Every record has the same exchanges as this island's `own`."""
+    reports = []
+    for name, text in zip(names, texts, strict=True):
+        try:
+            reports.append(IslandReport.from_text(text))
+            if _common(reports[-1].record) != _common(own):
+                raise ValueError("its record of the round has another exchange than this island's")
+            _check_products(reports[-1].record, len(names))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+            return [], Disagreement(f"the report of {name} is malformed: {one_line(error)}", [name])
+    return reports, None
+
+
+def _common(record: RoundRecord) -> str:
+    """What the records of all members have in common, as JSON: an integer differs there from a number with a fraction."""
+    exchanges = [(one.what, one.weight, one.nonfinite, one.unusable) for one in record.exchanges]
+    return json.dumps([exchanges, [one.weights for one in record.similarities]])
+
+
+def _check_products(record: RoundRecord, size: int) -> None:
+    for similar in record.similarities:
+        if [len(row) for row in similar.products] != [size] * size or any(row[i] < 0 for i, row in enumerate(similar.products)):
+            raise ValueError(f"its inner products are none of {size} deltas")
+
+
+def _record(text: str) -> RoundRecord:
+    record = RoundRecord.from_json(text)
+    finite: list[Any] = [record.tokens, record.dropped_tokens, record.island_updates]
+    others: list[Any] = []
+    for span in record.computed:
+        finite += [*span[:4], *span[5:]]
+        others += [*span.losses] or [None]  # their mean is taken
+    for one in record.exchanges:
+        start_s = 0.0 if one.start_s is None else one.start_s
+        finite += [one.arrived_s, one.end_s, start_s, one.sent_bytes, one.control_bytes]
+    for similar in record.similarities:
+        others += [float(number) if isinstance(number, int) else number for row in similar.products for number in row]
+    if not all(isinstance(number, int | float) for number in [*finite, *others]):
+        raise ValueError("its record of the round has other values than numbers")
+    if not all(map(math.isfinite, finite)):
+        raise ValueError("its record of the round has values that are not finite")
+    return record
+
+
+def _add_to(sums: list[int], rank: int, chunk: torch.Tensor) -> None:
+    sums[rank] = checksum(chunk, sums[rank])
+
+
+def _check_received(
+    collectives: GroupCollectives, weights: Sequence[float], received: Sequence[int], announced: Sequence[float]
+) -> None:
+    others = [rank for rank, weight in enumerate(weights) if weight and rank != collectives.rank]
+    if damaged := [collectives.names[rank] for rank in others if received[rank] != announced[rank]]:
+        raise Disagreement(f"the delta of {', '.join(damaged)} does not match its checksum: it was damaged on the way", damaged)
 
 
 def _slice_sums(tree: Tree, size: int, ranks: Sequence[int]) -> list[int]:

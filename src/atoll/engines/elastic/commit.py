@@ -21,17 +21,11 @@ from dataclasses import dataclass, replace
 from atoll.core.errors import ExchangeFailed
 from atoll.core.verified_files import parse_json
 from atoll.engines.elastic.aggregation import Agreement, Disagreement, IslandReport, Proposal, ValidatedMean
-from atoll.engines.elastic.membership import (
-    Evicted,
-    LastQuorum,
-    Member,
-    Membership,
-    MembershipLost,
-    Quorum,
-    QuorumMonitor,
-    process_name,
-)
-from atoll.engines.elastic.snapshot_server import QUERY_S, SILENT_S, IslandStatus, query_islands
+from atoll.engines.elastic.direct_network import QUERY_S
+from atoll.engines.elastic.membership import Evicted, Membership, MembershipLost
+from atoll.engines.elastic.quorum import LastQuorum, Member, Quorum, process_name
+from atoll.engines.elastic.quorum_monitor import QuorumMonitor
+from atoll.engines.elastic.snapshot_server import SILENT_S, IslandStatus, query_islands
 from atoll.engines.elastic.state_version import VERSION_LIMIT, HeldState, StateVersion, attempt_epoch, select_state
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout
@@ -39,6 +33,8 @@ from atoll.engines.liveness import ExchangeTimeout
 _CONNECT_S, _LONGEST_S = 2.0, 60.0
 """The limit for connecting. It doubles with every failed attempt, as QUERY_S and SILENT_S do, since a link may be slow, up to the
 last."""
+_QUERIES_PER_S = 8
+"""Status queries that each member of a quorum can be sure to get answers to in a second."""
 _EVICT_AFTER = 3
 """Failures of the same quorum in a row, before one of its members has to leave."""
 _RETRY_S, _LONGEST_RETRY_S, _LOG_S = 0.1, 1.0, 10.0
@@ -91,7 +87,8 @@ class Commit:
 
 
 class CommitProtocol:
-    """One island's side of all commits. A peer that is alive and does not ask for a quorum is waited for `patience_s`."""
+    """One island's side of all commits. A peer that is alive and does not ask for a quorum is waited for `patience_s`, or only
+    until `enough` islands with work ask for one."""
 
     def __init__(
         self,
@@ -101,7 +98,9 @@ class CommitProtocol:
         timeout: ExchangeTimeout,
         log: Callable[[str], object],
         patience_s: float,
+        enough: int | None = None,
     ) -> None:
+        self._enough = enough
         self._membership, self._mean, self._status, self._timeout = membership, mean, status, timeout
         self._log, self._patience_s = log, patience_s
         self.peers: Mapping[str, str] = {}
@@ -160,7 +159,8 @@ class CommitProtocol:
     def _attempt(self, proposal: Proposal, began_s: float) -> Commit:
         quorum = self._membership.form_quorum(proposal.version, self._failures)
         _check_names(quorum)
-        self._check_missing_peers(proposal.version, quorum.names, began_s)
+        enough = self._enough is not None and len(proposal.working.intersection(quorum.names)) >= self._enough
+        self._check_missing_peers(proposal.version, quorum.names, began_s, -math.inf if enough else self._patience_s)
         limit_s = _CONNECT_S if quorum.connected else self._check_members(quorum)
         group = self._membership.connect(quorum, limit_s)
         collectives = GroupCollectives(group, timeout_s=self._timeout.start(), names=quorum.names)
@@ -196,7 +196,7 @@ class CommitProtocol:
         states = [HeldState(tuple(map(int, row[:3])), int(row[4]), bool(row[5]), bool(row[6])) for row in rows]
         valid, diverged = select_state(states)
         first = int(max(rows[rank][3] for rank in (*valid, *diverged)))
-        # The delta of an island whose bits differ is as good as any, if the island computed those bits itself.
+        # The delta of an island whose bits differ counts, if the island computed those bits itself.
         diverged = [rank for rank in diverged if states[rank].confirmed]
         if quorum.rank not in (*valid, *diverged):
             newest, holders = StateVersion(*states[valid[0]].position[:2]), [quorum.members[rank].identity for rank in valid]
@@ -253,14 +253,14 @@ class CommitProtocol:
 
     # -------------------------------------------------------------------------------------------------------------- membership
 
-    def _check_missing_peers(self, version: StateVersion, present: Sequence[str], began_s: float) -> None:
+    def _check_missing_peers(self, version: StateVersion, present: Sequence[str], began_s: float, patience_s: float) -> None:
         """Query the peers that are not in the quorum: a restarted lighthouse may form a quorum of one while another island lives,
         and both would go on alone. If a peer is ahead, this island needs its state."""
         missing = {name: address for name, address in self.peers.items() if name not in present}
         for name, status in query_islands(missing, self._scaled(QUERY_S), self._membership.network).items():
             if status.version > version:
                 raise StaleState(status.version, f"{name} holds {status.version}, and this island {version}", [status.identity])
-            if status.version == version and time.monotonic() - began_s < self._patience_s:
+            if status.version == version and time.monotonic() - began_s < patience_s:
                 raise MemberMissing(f"{name} is alive and not in this round's quorum yet. The quorum waits for it.")
 
     def _check_members(self, quorum: Quorum) -> float:
@@ -269,7 +269,8 @@ class CommitProtocol:
             self._last_members, self._failures_in_a_row = quorum.members, 0
         began_s = time.monotonic()
         others = {member.name: member.address for member in quorum.others.values()}
-        answers = self._membership.query_members(quorum, self._scaled(QUERY_S))
+        # All members query all others at once, and may share few cores.
+        answers = self._membership.query_members(quorum, self._scaled(QUERY_S * max(1.0, len(others) / _QUERIES_PER_S)))
         took_s = time.monotonic() - began_s
         silent = [name for name in others if name not in answers]
         self._status.suspects |= set(silent)

@@ -1,14 +1,18 @@
-"""The engine of one island: it trains a round, proposes its delta, and returns what the quorum committed.
+"""The engine of one island: it trains a round, proposes its deltas, and returns what the quorum committed.
 
 All of a run is one state that every island replicates: the algorithm's shared fields, the data leases, the accounting and the
 members. A commit advances all of it at once. So any island can replace any other, a joiner fetches the state from any island, and
 the newest checkpoint has everything when all islands have died.
+
+Of an algorithm that agrees on its model in fragments (`protocols.Fragmented`), each fragment is a commit. Its round is then
+suspended at every commit, until the caller has published the new state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atoll.core.errors import ConfigError, ExchangeFailed
@@ -16,21 +20,21 @@ from atoll.core.events import Event
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Algorithm, Batches, Work
-from atoll.engines.accounting import count_in_a_row, diverged_weights
+from atoll.engines.accounting import ComputeSpan, count_in_a_row, diverged_weights
 from atoll.engines.communication_thread import CommunicationThread
 from atoll.engines.elastic.accounting import ElasticAccounting
 from atoll.engines.elastic.aggregation import IslandReport, Proposal, UpdateValidator, ValidatedMean
 from atoll.engines.elastic.commit import DIVERGED, Commit, CommitProtocol, StaleState, UnconfirmedState
 from atoll.engines.elastic.data_leases import DataLeases, DataUnit
-from atoll.engines.elastic.membership import LastQuorum, Membership
-from atoll.engines.elastic.peers import ElasticPeers, ObserverReplica
+from atoll.engines.elastic.membership import Membership
+from atoll.engines.elastic.peers import ElasticPeers, LeasedReplica, ObserverReplica
+from atoll.engines.elastic.quorum import LastQuorum
 from atoll.engines.elastic.snapshot_server import IslandStatus
-from atoll.engines.elastic.spec import Elastic
+from atoll.engines.elastic.spec import Elastic, quorum_of
 from atoll.engines.elastic.state_version import NO_VERSION, VERSION_LIMIT, StateVersion, refuse_unreplicated, state_digest
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.round_record import RoundRecord, WallClock
-from atoll.engines.shared_and_sharded_state import shared_fields, trees_to_device, with_shared
-from atoll.engines.timed_replica import ProcessReplica
+from atoll.engines.round_record import WallClock
+from atoll.engines.shared_and_sharded_state import owned, residuals, restarted, shared_fields, trees_to_device, with_shared
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.run_settings import Run
 
@@ -94,14 +98,24 @@ class ElasticEngine:
         self.accounting = ElasticAccounting()
         self._validator = UpdateValidator(spec.max_delta_ratio)
         mean = ValidatedMean(self._validator, self.clock)
-        self._protocol = CommitProtocol(membership, mean, status, ExchangeTimeout(None), log, spec.quorum_timeout_s)
+        enough, patience_s = quorum_of(run), spec.quorum_timeout_s
+        self._protocol = CommitProtocol(membership, mean, status, ExchangeTimeout(None), log, patience_s, enough)
         self._batches_per_round = algorithm.steps_per_round * getattr(algorithm, "accumulation", 1)
         self._planned_islands = run.effective_cluster.islands
         units = -(-run.train.steps // algorithm.steps_per_round) * self._planned_islands  # however many islands deliver them
-        self.leases = DataLeases(shards=batches.num_shards, batches=self._batches_per_round, units=units)
+        self._fragmented, offsets = hasattr(algorithm, "offsets"), getattr(algorithm, "offsets", (0,))
+        self._means = len(offsets)
+        self.leases = DataLeases(shards=batches.num_shards, batches=self._batches_per_round, units=units, cuts=offsets[:-1])
         self.replica = make_replica()
         self._thread = CommunicationThread(self.replica.device)
-        self.peers = ElasticPeers(self._protocol, self._thread, self.clock)
+        self.peers = ElasticPeers(self._protocol, self._thread, self.clock, self._means, self._batches_per_round)
+        self._round: Coroutine[Any, Any, Any] | None = None
+        """The suspended round of a fragmented algorithm, and the answer that it waits for."""
+        self._answer: Any = None
+        self._computed: list[ComputeSpan] = []
+        """Spans that no commit has counted yet."""
+        self._residuals: Mapping[str, Any] = {}
+        """The error buffers of this island since a commit whose state it did not compute right."""
         self.state = algorithm.init(params.copy(), self.peers)
         refuse_unreplicated(algorithm, self.state)
         self._rounds_without_delta = 0
@@ -139,6 +153,7 @@ class ElasticEngine:
         self._protocol.peers = {name: address for name, address in addresses.items() if name != self.name}
 
     def close(self, *, wait: bool = True) -> None:
+        self.peers.end()
         self._thread.close(wait=wait)
 
     def resume_alone(self) -> None:
@@ -146,7 +161,7 @@ class ElasticEngine:
         their islands. From now on this island is the whole quorum, which others join."""
         self._observes = False
         self.version = StateVersion(self.version.round, self.version.epoch + _EPOCH_GAP)
-        self.leases.settle(())
+        self.leases.settle(())  # what is left of them
         self._protocol.peers, self._status.confirmed = {}, True
         self.accounting.quorum = LastQuorum((self._status.identity,), self._status.identity)
         self._protocol.hold(StateVersion(VERSION_LIMIT, 0), self.accounting.quorum)  # all that took part in an attempt have ended
@@ -167,7 +182,7 @@ class ElasticEngine:
         recycle(committed.superseded, [self.state])
 
     def _open(self, written: StateVersion) -> CommittedRound:
-        commit = self.peers.open(self._begin_round(None, written))
+        commit = self.peers.open(self._proposal(written))
         self.version = StateVersion(self.version.round, commit.epoch)
         self.clock.set(commit.result.now_s)
         self.accounting.begin(commit.result.now_s)
@@ -177,32 +192,76 @@ class ElasticEngine:
         return CommittedRound(commit, self.accounting.drain(), opening=True)
 
     def _train(self, alive: int, written: StateVersion) -> CommittedRound | StaleState:
-        before, unit = self.state, None if self._observes else self.leases.active.get(self.name)
-        record = self._begin_round(unit, written).report.record
-        after = self._thread.run(self.algorithm.round(before, self._round_replica(unit, record), self.peers))
-        commit = self.peers.commit
-        if commit is None:
-            raise ConfigError(f"{type(self.algorithm).__name__} ended a round without a mean, and so without a commit.")
+        before = self.state
+        try:
+            after, commit = (self._next_fragment if self._fragmented else self._whole_round)(self._proposal(written))
+        except BaseException:
+            self._end_round()
+            raise
         if self.name in commit.diverged:  # its delta counts, but its new state does not
-            self._status.exchanging = False
+            self._end_round()
+            self._status.exchanging, self._residuals = False, residuals(after)
             return StaleState(StateVersion(self.version.round + 1, commit.epoch), DIVERGED, commit.quorum.processes)
         self._advance(after, commit, alive)
         self._check_progress(commit)
-        return CommittedRound(commit, self.accounting.drain(), [before, commit.result.value])
+        # The rest of a round still reads the mean and the outer rule's state.
+        superseded = [before.params] if self._fragmented else [before, commit.result.value]
+        return CommittedRound(commit, self.accounting.drain(), superseded)
 
-    def _begin_round(self, unit: DataUnit | None, written: StateVersion) -> Proposal:
+    def _proposal(self, written: StateVersion) -> Proposal:
         status = self._status
         report = IslandReport(status.folder, status.address, self._donor, self._received_bytes, written.number)
-        proposal = Proposal(self.version, self._digest, report)
-        shard, start, _ = unit or DataUnit(0, 0, self._batches_per_round)
-        self.peers.begin(proposal, unit, Work(shard, start, self.steps_taken, self._batches.examples(shard)))
-        return proposal
+        return Proposal(self.version, self._digest, report, working=frozenset(self.leases.active))
 
-    def _round_replica(self, unit: DataUnit | None, record: RoundRecord) -> Any:
+    def _begin_round(self, proposal: Proposal) -> Coroutine[Any, Any, Any]:
+        """A round of the algorithm. An island that comes in the middle of a round observes the rest of it."""
+        unit = None if self._observes or self.leases.part else self.leases.active.get(self.name)
+        shard, start, batches = unit or DataUnit(0, 0, self._batches_per_round)
+        work = Work(shard, start + batches - self._batches_per_round, self.steps_taken, self._batches.examples(shard))
+        self.peers.begin(unit, work, self._computed, missed=self.leases.part)
+        self.peers.offer(proposal)
+        return self.algorithm.round(self.state, self._round_replica(unit), self.peers)
+
+    def _whole_round(self, proposal: Proposal) -> tuple[Any, Commit]:
+        """Train a round of one commit. Returns the new State, and the commit."""
+        after = self._thread.run(self._begin_round(proposal))
+        if self.peers.committed is None:
+            raise ConfigError(f"{type(self.algorithm).__name__} ended a round without a mean, and so without a commit.")
+        return after, self.peers.committed[0]
+
+    def _next_fragment(self, proposal: Proposal) -> tuple[Any, Commit]:
+        """Train up to the next commit. Returns the State after it, and the commit. What follows in the round waits for the next
+        call."""
+        if self._round is not None:
+            self.peers.offer(proposal)
+        while self.peers.committed is None:
+            self._round = self._round or self._begin_round(proposal)
+            try:
+                request = self._round.send(self._answer)
+            except StopIteration as end:
+                if self.leases.part:
+                    raise ConfigError(f"{type(self.algorithm).__name__} ended a round with fewer means than its offsets.") from None
+                # The engine has computed the shared fields, too.
+                self.state, self._round, self._answer = owned(with_shared(end.value, self.shared())), None, None
+            else:
+                self._answer = self._thread.fulfil(request)
+        (commit, mean), self.peers.committed = self.peers.committed, None
+        algorithm: Any = self.algorithm
+        return algorithm.agreed(self.state, self.leases.part, mean), commit
+
+    def _end_round(self) -> None:
+        """Give up what is left of the round, and with it this island's own weights."""
+        self.peers.end()
+        self._computed.clear()
+        if self._round is not None:
+            self._round.close()
+            self.state, self._round, self._answer = restarted(self.state), None, None
+
+    def _round_replica(self, unit: DataUnit | None) -> Any:
         if unit is None:
             return ObserverReplica(self.params)
-        on_computed = record.computed.append
-        return ProcessReplica(self.replica, clock=self.clock, on_computed=on_computed, pause_s=self._pause_s, allow_nonfinite=True)
+        options: dict[str, Any] = {"clock": self.clock, "on_computed": self._computed.append, "pause_s": self._pause_s}
+        return LeasedReplica(self.replica, unit, self.peers, allow_nonfinite=True, **options)
 
     def _advance(self, after: Any, commit: Commit, alive: int) -> None:
         """Move all of the replicated state to this commit."""
@@ -212,13 +271,16 @@ class ElasticEngine:
         self._validator.record(agreement.deltas, agreement.rejected)
         self._record_members(commit)
         rejected = [commit.names[rank] for rank in agreement.rejected]
-        settled = self.leases.settle(commit.delivered, rejected)
-        self.leases.lease(commit.names)
+        part, settled = self.leases.part, self.leases.settle(commit.delivered, rejected)
+        if not self.leases.active:
+            self.leases.lease(commit.names)
         self.leases.check()
         self._digest = self._compute_digest()
         self.accounting.record_round(commit, settled, self.steps_taken, number=number, alive=alive, digest=self.digest)
         if self.name in rejected:
             self.replica = self._make_replica()  # its optimizer moments are as unusable as its delta
+        if self.name in rejected or self.leases.part != (part + 1) % self._means:
+            self._end_round()  # in the second case no lease is left
 
     def _record_members(self, commit: Commit) -> None:
         """The participants are present, and this island is one of them."""
@@ -230,7 +292,7 @@ class ElasticEngine:
     def _check_progress(self, commit: Commit) -> None:
         why = "no delta was valid. Lower the learning rate."
         self._rounds_without_delta = count_in_a_row(self._rounds_without_delta, not commit.delivered, why=why)
-        if not self.params.is_finite():
+        if not self.params.part(commit.result.value.layout).is_finite():  # a commit changes no other pieces
             raise diverged_weights(self.version.round, "delta")
 
     # ---------------------------------------------------------------------------------------------------------------- saving
@@ -258,16 +320,27 @@ class ElasticEngine:
         return shared_fields(self.state)
 
     def restore(
-        self, metadata: Mapping[str, Any], shared: Mapping[str, Any], donor: str | None = None, received_bytes: int = 0
+        self,
+        metadata: Mapping[str, Any],
+        shared: Mapping[str, Any],
+        donor: str | None = None,
+        received_bytes: int = 0,
+        moments: Mapping[str, Any] | None = None,
     ) -> None:
-        """Continue from a committed state, of a checkpoint or of the island `donor`. Raises ExchangeFailed, and changes nothing, if
-        the state does not match its digest."""
+        """Continue from a committed state, of a checkpoint or of the island `donor`, and with its inner moments if this island has
+        none. Raises ExchangeFailed if the state does not match its digest, and the error of a malformed part; then nothing has
+        changed."""
         shared = trees_to_device(dict(shared), self.replica.device)
         if (found := f"{state_digest(shared, metadata):08x}") != metadata["digest"]:
             raise ExchangeFailed(
                 f"the state of round {metadata['version'][0]} from {donor or 'a checkpoint'} is damaged: it was committed as "
                 f"{metadata['digest']}, and is {found}. Use another island's."
             )
+        state = with_shared(self.algorithm.init(self.params, self.peers), shared)
+        for own, parts in ((self.leases, "leases"), (self._validator, "validator"), (self.accounting, None)):
+            copy(own).from_parts(metadata if parts is None else metadata[parts])  # an error must leave this engine as it is
+        if moments is not None and not self.replica.has_trained:
+            self.replica.load_moments_state(moments)
         self._observes = True
         self.version = StateVersion(*metadata["version"])
         self.clock.set(metadata["wall_time_s"])
@@ -280,5 +353,5 @@ class ElasticEngine:
         self.expect_peers(metadata["peers"])
         self._donor, self._received_bytes = donor, received_bytes
         self._status.confirmed = False
-        self.state = with_shared(self.algorithm.init(self.params, self.peers), shared)
+        self.state, self._residuals = replace(state, **self._residuals), {}
         self._digest = self._compute_digest()

@@ -4,49 +4,45 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import socket
 import sys
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.core.protocols import Algorithm
-from atoll.core.serialization import pack
+from atoll.core.events import Progress, RoundFinished
+from atoll.core.flat_tree import Tree
+from atoll.core.protocols import Algorithm, Sink, Workload
+from atoll.core.serialization import load_tree, pack, unpack
 from atoll.core.verified_files import expanded
 from atoll.engines.elastic.commit import StaleState
+from atoll.engines.elastic.commit_log import CommitLog, CommitRecord
+from atoll.engines.elastic.direct_network import QUERY_S, DirectNetwork
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
-from atoll.engines.elastic.leader_event_log import CommitLog, CommitRecord, LeaderLog, RunAlreadyFinished
-from atoll.engines.elastic.membership import Evicted, Membership, log_while_waiting, new_process, numbered
+from atoll.engines.elastic.gpu_claims import claim_devices, island_number
+from atoll.engines.elastic.leader_event_log import LeaderLog, RunAlreadyFinished
+from atoll.engines.elastic.membership import Evicted, Membership
+from atoll.engines.elastic.quorum import new_process, numbered
 from atoll.engines.elastic.recovery import Recovery
-from atoll.engines.elastic.rendezvous import UNREGISTERED_S, Registry, Rendezvous
-from atoll.engines.elastic.snapshot_server import (
-    QUERY_S,
-    SILENT_S,
-    DirectNetwork,
-    IslandPhase,
-    IslandStatus,
-    Snapshot,
-    SnapshotServer,
-    query_islands,
-)
+from atoll.engines.elastic.rendezvous import UNREGISTERED_S, Registry
+from atoll.engines.elastic.snapshot_server import SILENT_S, IslandPhase, IslandStatus, Snapshot, SnapshotServer, query_islands
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
+from atoll.engines.liveness import log_while_waiting
+from atoll.engines.own_code import LoopWorkload
 from atoll.engines.run_lifecycle import RunResults, RunTask
 from atoll.engines.spec import write_spec
 from atoll.engines.training_setup import loss_of, matrix_products, replica_of
 from atoll.engines.warm_start_training import RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder
-from atoll.runs.run_settings import device_of, dtype_of
+from atoll.runs.run_settings import dtype_of
 from atoll.runs.validation import check_devices_share_batch
 from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout
@@ -55,12 +51,21 @@ _POLL_S = 0.2
 _FIRST_PROBES_S, _LONGEST_PROBE_S = 20.0, 30.0
 """How long a new process waits for members that do not answer it, before it joins all the same; and the longest pause between two
 probes."""
+COMMITTED = "committed round"
+"""How the line of a commit begins, in the log of an island."""
 _EVICTED_S, _LONGEST_EVICTED_S = 10.0, 3600.0
 """How long an evicted island stays away, at first and at most."""
 
 
 Interpose = Callable[[Algorithm[Any], Membership, IslandStatus, Callable[[str], object]], tuple[Algorithm[Any], Membership]]
 """Replaces the algorithm and the membership of an island, whose status and log it gets. Fault injection enters here."""
+
+
+class IslandOutput(NamedTuple):
+    """Where an island writes the lines of its log, and the run's events, which a joiner shows."""
+
+    log: Callable[[str], object]
+    sink: Sink = Fanout([])
 
 
 class IslandProcess:
@@ -72,7 +77,8 @@ class IslandProcess:
         own: the settings of a joiner: its devices, and where it saves a state that it could not hand on. None: the run's.
         process: the identity of this process, by which its supervisor reports its end. A joiner has no supervisor, and its folder
             is a copy that it writes alone.
-        standby: a rendezvous that this process runs, for the case that the run's own is lost.
+        standby: the name of a rendezvous that this process runs, for the case that the run's own is lost.
+        workload: the user's, trained instead of the Run's model and data.
     """
 
     def __init__(
@@ -81,13 +87,15 @@ class IslandProcess:
         network: DirectNetwork,
         name: str,
         folder: Path | None,
-        log: Callable[[str], object],
+        output: IslandOutput,
         interpose: Interpose | None = None,
         own: Elastic | None = None,
         process: str | None = None,
-        standby: Rendezvous | None = None,
+        standby: str = "",
+        workload: Workload | None = None,
     ) -> None:
-        self._join_info, self._run, self._spec, self._name, self._log = join_info, join_info.run.resolved, join_info.spec, name, log
+        self._join_info, self._run, self._spec, self._name = join_info, join_info.run.resolved, join_info.spec, name
+        (self._log, self._sink), self._commits, self._delivered, self._loss = output, 0, 0, math.nan
         self._own = own or self._spec
         self._device_count = self._own.devices
         check_devices_share_batch(self._run, self._device_count)
@@ -96,23 +104,22 @@ class IslandProcess:
         self._network = network
         self.status = IslandStatus(name, folder is not None, run=network.run_id, process=numbered(self._process, 0))
         self.status.has_copy = folder is not None and own is not None
-        self.status.standby = f"{standby.address} {standby.lighthouse}" if standby is not None else ""
+        self.status.standby = standby
         self._server = SnapshotServer(network.host, self.status.to_json, network=network)
         self.status.address = network.address_of(self._server.port)
         network.serve(self._server.adopt)
-        places = None if self._spec.secured else join_info.places(network.registry)
-        self._registry = Registry(network.registry, self.status, log, places)
+        self._registry = Registry(network, self.status, self._log, network.places(join_info))
         limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
-        self._membership = Membership(self.status, network, limit_s, log, self._server, self._registry.ended)
+        self._membership = Membership(self.status, network, limit_s, self._log, self._server, self._registry.ended)
         self._registry.on_move = self._membership.move
         self._commit_log = CommitLog()
-        self._set_up(limit_s, interpose)
+        self._set_up(limit_s, interpose, workload)
 
-    def _set_up(self, limit_s: float, interpose: Interpose | None) -> None:
+    def _set_up(self, limit_s: float, interpose: Interpose | None, own_workload: Workload | None) -> None:
         """Load the data, and build the engine, the leader log and the recovery."""
-        run, folder, preparation = self._run, self._folder, RunPreparation(self._run)
+        run, folder, preparation = self._run, self._folder, RunPreparation(self._run, own_workload)
         joins = folder is None or self.status.has_copy
-        if joins and partitioned_by_weights(run):
+        if joins and own_workload is None and partitioned_by_weights(run):
             raise ConfigError(
                 f"{self._name} joins from another machine, and this run's data are partitioned by the weights of its warm start, "
                 f"which are in the run's folder. Use data.partition=random, or start all islands on the machine with the folder."
@@ -122,17 +129,26 @@ class IslandProcess:
         else:  # a joiner fetches the weights
             warm = WarmStart(preparation.initial_weights(), 0, math.nan)
         prepared = preparation.prepared(warm, resizable=self._spec.resizable)
-        workload, number = prepared.workload, _island_number(self._name)
-        (device, *more_devices), loss = self._claim_devices(number), loss_of(run, workload)
+        workload, number = prepared.workload, island_number(self._name)
+        loop = workload if isinstance(workload, LoopWorkload) else None
+        devices = [loop.device] if loop else []  # which its process has claimed before the loop began
+        if not loop:
+            devices, self._gpu_claims = claim_devices(run, self._name, self._device_count)  # as long as this process lives
+        (device, *more_devices), loss = devices, loss_of(run, workload)
 
         def leader_log(folder: RunFolder) -> LeaderLog:
-            results = RunResults(RunTask(run=run, spec=self._spec, folder=folder, log=self._log, cache=preparation.cache))
+            given: dict[str, Any] = {"workload": own_workload, "log": self._log, "cache": preparation.cache}
+            results = RunResults(RunTask(run=run, spec=self._spec, folder=folder, **given))
             copy_of = self._name if joins else ""
             return LeaderLog(results, prepared, Evaluator(workload, device, dtype_of(run)), self._commit_log, copy_of)
 
         self._make_leader_log = leader_log
         self._leader_log = leader_log(folder) if folder is not None else None
-        self._origin = {**prepared.origin, "atoll": version("atoll"), "torch": torch.__version__.partition("+")[0]}
+        self._origin: dict[str, str | None] = {
+            **prepared.origin,
+            "atoll": version("atoll"),
+            "torch": torch.__version__.partition("+")[0],
+        }
         sources = self._registry, self._membership, self._leader_log, self._commit_log
         self._recovery = Recovery(self._name, *sources, self._origin, self._log, limit_s)
         algorithm: Algorithm[Any] = run.algorithm  # type: ignore[assignment]
@@ -145,21 +161,26 @@ class IslandProcess:
             self.status,
             warm.params.to(device),
             workload.batches,
-            lambda: replica_of(run, workload, loss, number, device, more_devices),
+            loop.make_replica if loop else lambda: replica_of(run, workload, loss, number, device, more_devices),
             run,
             self._spec,
             self._spec.delay_s(run, number % run.effective_cluster.islands),
             self._log,
         )
 
-    def _claim_devices(self, number: int) -> list[str]:
-        device = device_of(self._run)
-        if device != "cuda":
-            return [device] * self._device_count
-        gpus = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-        indices, self._gpu_claims = claim_gpus(gpus, number, self._device_count)  # as long as this process lives
-        torch.cuda.set_device(indices[0])
-        return [f"cuda:{index}" for index in indices]
+    def compare_code(self, digest: str) -> None:
+        """Refuse to train with islands whose workload or loop is in another file than one with this digest."""
+        self._origin["code"] = digest
+
+    @property
+    def rounds(self) -> int:
+        return self._engine.version.round
+
+    @property
+    def final_params(self) -> Tree:
+        """The run's last weights, which a process that starts after the end of the run reads from the folder."""
+        late = self._folder is not None and not self._engine.version.round and self._folder.finished
+        return load_tree(self._folder.final) if late and self._folder is not None else self._engine.params
 
     # --------------------------------------------------------------------------------------------------------------- the run
 
@@ -182,12 +203,19 @@ class IslandProcess:
             self._registry.refresh()  # islands without the folder wait for it
             self._wait_for_joiners()
 
+    @property
+    def outcome(self) -> str:
+        """What this island has done, in words."""
+        steps = f"step {self._engine.steps_taken} of {self._run.train.steps}"
+        return f"took part in {self._commits} commits, {self._delivered} with work of its own, up to {steps}, loss {self._loss:.4g}"
+
     def _join(self) -> None:
         # Setting up takes a while, in which the registry was read: the island need not wait for as long again.
         source = self._recovery.initialize(self._engine, self._registry.stateless_since_s())
         if self._leader_log is not None:
             self._learn_warm_start(self._leader_log)
         self._log(f"{self._name} begins with {source}")
+        self._sink.emit(Progress(phase="training", done=self._engine.steps_taken, total=self._run.train.steps))
         self._publish()
         self._wait_for_links(_FIRST_PROBES_S)
         self._membership.join()
@@ -197,7 +225,7 @@ class IslandProcess:
             self._wait_for_planned_islands()
 
     def _learn_warm_start(self, leader_log: LeaderLog) -> None:
-        """A joiner has not trained the warm start: the log of its folder gets the figures that its donor told."""
+        """A joiner has not trained the warm start: the log of its folder gets the figures that its donor sent."""
         if self._recovery.warm_start is not None and math.isnan(leader_log.warm_start.loss):
             tokens, loss = self._recovery.warm_start
             leader_log.warm_start = replace(leader_log.warm_start, tokens=tokens, loss=loss)
@@ -211,7 +239,7 @@ class IslandProcess:
             except Evicted as error:
                 evicted = Evicted(str(error), error.unreachable)  # without its traceback, which refers to connections
             if evicted is not None:
-                self._sit_out(evicted)
+                self._stay_away(evicted)
                 continue
             if isinstance(outcome, CommittedRound):
                 self._record(outcome)
@@ -227,9 +255,13 @@ class IslandProcess:
         self._commit_log.append(CommitRecord(engine.version, committed.opening, committed.events), committed.written)
         self._publish()
         if not committed.opening:  # every island logs its own digest, so that the leader's need not be trusted
-            work = "with" if self._name in committed.commit.delivered else "without"
-            round_, epoch = engine.version
-            self._log(f"committed round {round_} of epoch {epoch} as {engine.digest}, {work} work of its own")
+            delivered, (round_, epoch) = self._name in committed.commit.delivered, engine.version
+            work = "with" if delivered else "without"
+            self._log(f"{COMMITTED} {round_} of epoch {epoch} as {engine.digest}, {work} work of its own")
+            self._commits, self._delivered = self._commits + 1, self._delivered + delivered
+        for event in committed.events:
+            self._sink.emit(event)
+            self._loss = event.loss if isinstance(event, RoundFinished) else self._loss
         if self._leader_log is not None:
             self._leader_log.append(engine, committed)
         if not self._server.has_readers:
@@ -237,15 +269,24 @@ class IslandProcess:
 
     def _publish(self) -> None:
         structure, tensors = pack(self._engine.shared())
+        moments = pack({"moments": self._moments()})
         commits, origin = self._commit_log.to_parts(), self._origin
         header = {"metadata": self._engine.metadata(), "structure": structure, "commit_log": commits, "origin": origin}
         if self._leader_log is not None and not math.isnan(self._leader_log.warm_start.loss):
             header["warm_start"] = [self._leader_log.warm_start.tokens, self._leader_log.warm_start.loss]
         elif self._recovery.warm_start is not None:
             header["warm_start"] = [*self._recovery.warm_start]
-        self._server.publish(Snapshot(header, tensors))
+        self._server.publish(Snapshot({**header, "moments": moments.structure}, tensors | moments.tensors))
         self.status.version = self._engine.version
         self.status.exchanging = False
+
+    def _moments(self) -> dict[str, Any] | None:
+        """Copies of this island's inner moments, if it has any and joiners get them: the next round computes in them."""
+        replica = self._engine.replica
+        if self._run.train.joiner_moments == "empty" or not replica.has_trained:
+            return None
+        copied: dict[str, Any] = unpack(pack(replica.moments_state()), None)
+        return copied
 
     def _catch_up(self, behind: StaleState) -> None:
         """Fetch the quorum's state while the quorum trains on. If a commit overtook the last fetched state, the island stays a
@@ -257,7 +298,7 @@ class IslandProcess:
         self._publish()
         self._membership.join()
 
-    def _sit_out(self, evicted: Evicted) -> None:
+    def _stay_away(self, evicted: Evicted) -> None:
         """Leave the quorum, which goes on without this island, and return when its links work again. Each eviction over the same
         link doubles the time until the island returns: a link may carry a probe, and no exchange."""
         wait_s = self._evictions.evicted(evicted.unreachable, time.monotonic())
@@ -308,7 +349,7 @@ class IslandProcess:
                     # The lighthouse may not have received the last one's heartbeat yet: the quorum waits for expected peers.
                     self._engine.expect_peers({name: status.address for name, status in ready.items()})
                     return
-                time.sleep(_POLL_S / 4)
+                time.sleep(max(_POLL_S / 4, planned * _POLL_S / 32))  # each of them reads the registry as often
                 self._registry.refresh()
         self._log(f"begins with the islands that are present: {sorted(self._registry.alive())}")
 
@@ -443,34 +484,3 @@ class EvictionBackoff:
 
     def returned(self, now_s: float) -> None:
         self._returned_s = now_s
-
-
-def _island_number(name: str) -> int:
-    """The number of a planned island, by its name; a joiner from another machine gets one of 100,003 others.
-
-    >>> _island_number("island-0007"), _island_number("box-7-00c0ffee")
-    (7, 51601)
-    """
-    planned = re.fullmatch(r"island-(\d+)", name)
-    return int(planned[1]) if planned else zlib.crc32(name.encode()) % 100_003
-
-
-def claim_gpus(gpus: Sequence[str], number: int, count: int = 1) -> tuple[list[int], list[socket.socket]]:
-    """Claim `count` of this machine's GPUs, given by their unique ids, for one island. Island 0 claims the first GPUs, if they are
-    free. If too few are free, the island shares some. Returns their indices, and the claims, which hold until they are closed."""
-    if count > len(gpus):
-        raise ConfigError(f"engine.devices={count}: this machine has {len(gpus)} GPUs. Use at most as many.")
-    first, claims = number * count % len(gpus), dict[int, socket.socket]()
-    order = (*range(first, len(gpus)), *range(first))
-    for index in order:
-        # Linux keeps this socket name as long as the socket exists, so a killed process leaves nothing behind.
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            claim.bind(f"\0atoll gpu {gpus[index]}")
-        except OSError:
-            claim.close()
-            continue
-        claims[index] = claim
-        if len(claims) == count:
-            break
-    return [*claims, *(index for index in order if index not in claims)][:count], [*claims.values()]

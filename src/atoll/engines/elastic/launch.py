@@ -11,8 +11,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,37 +25,52 @@ from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed, is_disk_full
 from atoll.core.flat_tree import Tree
 from atoll.core.optional_imports import require
-from atoll.core.protocols import AsyncAlgorithm
+from atoll.core.protocols import AsyncAlgorithm, Workload
+from atoll.core.serialization import load_tree
 from atoll.core.verified_files import expanded
-from atoll.engines.elastic.gateway import Gateway, joiner_network, local_network
-from atoll.engines.elastic.island import Interpose, IslandProcess
-from atoll.engines.elastic.membership import log_while_waiting, retry
+from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.gateway import Gateway
+from atoll.engines.elastic.gateway_client import GatewayNetwork, joiner_network, local_network
+from atoll.engines.elastic.gpu_claims import claim_devices
+from atoll.engines.elastic.island import COMMITTED, Interpose, IslandOutput, IslandProcess
+from atoll.engines.elastic.leader_event_log import refuse_folders
 from atoll.engines.elastic.recovery import NoState
-from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, check_free, free_port
+from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, check_free
+from atoll.engines.elastic.retry import retry
 from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
-from atoll.engines.elastic.snapshot_server import DirectNetwork
-from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address, is_loopback
+from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address, is_dialled
+from atoll.engines.elastic.standby import SecuredStandby, TrustedStandby
 from atoll.engines.elastic.state_version import refuse_unreplicated
-from atoll.engines.elastic.supervisor import STATELESS, ProcessHooks, Supervisor
-from atoll.engines.liveness import exit_with, write_log_line
+from atoll.engines.elastic.supervised_process import STATELESS
+from atoll.engines.elastic.supervisor import ProcessHooks, Supervisor
+from atoll.engines.liveness import append_log_line, exit_with, log_while_waiting, write_log_line
+from atoll.engines.network_interfaces import free_port, is_loopback
+from atoll.engines.own_code import LoopMember, LoopWorkload, load_own_code
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import read_spec, with_settings, write_spec
 from atoll.runs.folder import RunFolder
 from atoll.runs.validation import check_devices_share_batch
+from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.sinks import Fanout
+from atoll.telemetry.summary import read_summary
 
 
 def start(request: RunRequest) -> Result:
-    if request.workload is not None:
+    """Of a user's loop the result has no module: this process does not have its model."""
+    if request.workload is not None and not request.code:
         raise ConfigError(
-            "a user's workload lives in this process, and the islands that it starts would not have it. Use --engine processes "
-            "under torchrun, or leave the workload out."
+            "a user's workload lives in this process, and the islands that it starts would not have it. Name a function that every "
+            'island calls for it: workload="FILE.py:NAME"; or use --engine processes under torchrun.'
         )
+    loop = request.workload if isinstance(request.workload, LoopWorkload) else None
     if request.run is not None and not isinstance(request.run.algorithm, AsyncAlgorithm):  # the spec refuses those
         algorithm: Any = request.run.resolved.algorithm
-        refuse_unreplicated(algorithm, algorithm.init(Tree.of({"w": torch.zeros(1)}), SimpleNamespace(rank=0, size=1)))
+        names = ["w", *(f"layers.{number}.w" for number in range(getattr(algorithm, "fragments", 0)))]
+        params = Tree.of({name: torch.zeros(1) for name in names})
+        refuse_unreplicated(algorithm, algorithm.init(params, SimpleNamespace(rank=0, size=1)))
     spec = request.spec if request.spec is not None or request.out is None else read_spec(request.out)
     if isinstance(spec, Elastic):  # before there is a folder
+        check_platform()
         # Processes of an interrupted run may still have its port: `supervise` waits for that.
         check_free(spec.listen, any_port=request.run is None)
         if spec.secured:
@@ -62,7 +78,19 @@ def start(request: RunRequest) -> Result:
     with request.open() as task:
         if not task.finished:
             supervise(task)
-        return task.reopen()
+        if not loop:
+            return task.reopen()
+        return Result(read_summary(task.folder.path), loop.module(), load_tree(task.folder.final), task.folder.path)
+
+
+def check_platform() -> None:
+    """Refuses another system than Linux, and an environment without torchft."""
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"elastic runs need Linux, and this is {sys.platform}, for which torchft has no build. Use another engine, or a "
+            f"container with Linux."
+        )
+    require("torchft.coordination", extra="torchft", purpose="elastic runs")
 
 
 def joining_lines(spec: Elastic, folder: Path, address: str) -> str:
@@ -87,6 +115,7 @@ def supervise(task: RunTask) -> None:
     spec = task.spec
     assert isinstance(spec, Elastic)
     check_devices_share_batch(task.run, spec.devices)
+    refuse_folders(task.folder)
     # The run's work stays divided by the planned islands.
     spec = replace(spec, processes=spec.processes or task.run.cluster.islands)
     write_spec(task.folder.path, spec)
@@ -117,15 +146,22 @@ LOCAL_TIMEOUT_S = 60.0
 """How long an island that the supervisor started looks for the run."""
 _PORT_LIMIT_S = 2.0
 """How long processes of an interrupted run may still have its port when it is resumed."""
+_REVOKED_S, _REVOKED_KNOWN_S = 0.5, 3.0
+"""How often the list of revoked join files is published, and how long it may take until all islands have read it."""
 _JOINERS_OWN = ("engine.devices", "engine.network", "engine.join_timeout_s", "engine.rescue_dir", "engine.listen")
 _POLL_S = 0.2
 
 
-def invite_joiner(folder: Path, out: Path | None, revoke: str | None, *, rotate: bool) -> str:
-    """Write a join file for the run in this folder; or revoke one, or all. Returns what was done, in words."""
+def invite_joiner(folder: Path, out: Path | None, revoke: str | None, standby: str | None = None, *, rotate: bool) -> str:
+    """Write a join file for the run in this folder, which may allow its machine to run a standby rendezvous at the address
+    `standby`; or revoke one, or all. Returns what was done, in words."""
     RunFolder.open(folder)
-    if (out is not None) + (revoke is not None) + rotate > 1:
-        raise ConfigError("--out, --revoke and --rotate exclude each other. Use one of them.")
+    if (out is not None or standby is not None) + (revoke is not None) + rotate > 1:
+        raise ConfigError("--revoke and --rotate exclude each other, --out and --standby. Use one of them.")
+    if standby is not None and not is_dialled(standby):
+        raise ConfigError(
+            f"--standby {shown_text(standby)}: other machines dial the standby rendezvous at HOST:PORT, such as 203.0.113.6:29400."
+        )
     info = JoinInfo.former(folder / "join_info.json")
     if info is None:
         raise ConfigError(f"{folder} has no elastic run that was started with this version of atoll. Start it, then invite.")
@@ -135,18 +171,23 @@ def invite_joiner(folder: Path, out: Path | None, revoke: str | None, *, rotate:
             f"Resume it with --set engine.listen=HOST:PORT, an address that other machines reach, and engine.network=tls."
         )
     if rotate:
+        if standbys := RunSecrets.create(folder).standbys:
+            for identity in standbys:
+                RunSecrets.revoke(folder, identity)
+            time.sleep(_REVOKED_KNOWN_S)
         RunSecrets.rotate(folder)
         return "the run's certificates are new. Every join file written before is void."
     if revoke is not None:
         RunSecrets.revoke(folder, revoke)
         return f"the join file {revoke} is revoked."
-    join = RunSecrets.invite(folder, info.spec.addresses)
+    join = RunSecrets.invite(folder, info.spec.addresses, standby or "")
     identity = join.credentials.identity
     path = out or Path(f"join-{identity}.json")
     join.write(path)
+    more = " --out COPY --set engine.listen=HOST:PORT" if standby else ""
     return (
         f"{path}\nid {identity}, dials {', '.join(join.addresses)}. It holds a key: copy it over a secure channel, and use it "
-        f"there with: atoll run --join {path.name}"
+        f"there with: atoll run --join {path.name}{more}"
     )
 
 
@@ -171,12 +212,42 @@ class Joiner:
     standby: str | None = None
 
 
-def join_run(where: str, settings: Sequence[str], others: Sequence[str] = (), out: Path | None = None) -> None:
-    """Be one more island of the run that a join file admits to; or of the run at HOST:PORT, on loopback or in a trusted network, or
-    at the first of several addresses that answers. A joiner has settings of its own: `engine.devices`, by default as the run's
+class JoinerScreen:
+    """What a joiner shows on its terminal: the progress of the run, and all lines of its log but those about single commits."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._console: ConsoleSink | None = None
+
+    def open(self, recipe: str, folder: Path, name: str) -> ConsoleSink:
+        """The joiner has found the run. From now on it also keeps a log, in this folder."""
+        self._path = (folder / f"atoll-{name}.log").absolute()
+        self.log(f"joined the run of {recipe} as {name}; log: {self._path}")
+        self._console = ConsoleSink(recipe)
+        return self._console
+
+    def log(self, line: str) -> None:
+        if self._path is not None:
+            append_log_line(self._path, line)
+        if not line.startswith(COMMITTED):
+            sys.stderr.write(f"{line}\n")
+
+    def close(self, line: str = "") -> None:
+        """The joiner ends, with this closing line if it has succeeded."""
+        if self._console is not None:
+            self._console.close()
+        if line:
+            self.log(line)
+
+
+def join_run(
+    where: str, settings: Sequence[str], others: Sequence[str] = (), out: Path | None = None, code: str | None = None
+) -> None:
+    """Run one more island of the run that a join file admits to; or of the run at HOST:PORT, on loopback or in a trusted network,
+    or at the first of several addresses that answers. A joiner has settings of its own: `engine.devices`, by default as the run's
     islands have, `engine.network`, `engine.join_timeout_s`, `engine.rescue_dir` and `engine.listen`. With `out` it keeps a copy of
-    the run's folder there, and with `engine.listen`, too, it runs a standby rendezvous. Refuses all other settings, and the user's
-    other options."""
+    the run's folder there, and with `engine.listen`, too, it runs a standby rendezvous. `code` names the user's workload or loop,
+    if the run has one. Refuses all other settings, and the user's other options."""
     foreign = [setting for setting in settings if setting.partition("=")[0] not in _JOINERS_OWN]
     if others or foreign:
         raise ConfigError(
@@ -196,6 +267,7 @@ def join_run(where: str, settings: Sequence[str], others: Sequence[str] = (), ou
             )
     if "engine.listen" in given:
         _check_standby(spec, file, out)
+    check_platform()
     address = ", ".join(file.addresses) if file else where
     if spec.join_timeout_s:
         log(f"looking for the run at {address} for at most {spec.join_timeout_s:g} s; Ctrl-C ends it")
@@ -204,18 +276,26 @@ def join_run(where: str, settings: Sequence[str], others: Sequence[str] = (), ou
     devices = spec.devices if "engine.devices" in given else None
     standby = spec.listen if "engine.listen" in given else None
     joiner = Joiner(file, spec.join_timeout_s, devices, spec.rescue_dir, None if out is None else expanded(out), standby)
-    run_island(address, name, None, joiner=joiner)
+    signal.signal(signal.SIGTERM, _interrupt)
+    run_island(address, name, None, joiner=joiner, code=code)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    """A service manager ends a joiner with SIGTERM, and the joiner leaves the run as after Ctrl-C. A second signal must not
+    interrupt the rescue of the state."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _check_standby(spec: Elastic, file: JoinFile | None, out: Path | None) -> None:
     """Refuse a standby rendezvous that could not take over."""
     if out is None:
         raise ConfigError("engine.listen with --join: a joiner listens for others if it keeps a copy of the run. Add --out DIR.")
-    if file is not None or spec.secured:
+    if not file.standby if file is not None else spec.secured:
         raise ConfigError(
-            f"engine.listen={spec.listen} with --join: a standby rendezvous has no gateway, since only the machine with the run's "
-            f"folder has the keys. Leave it out; or, if the run has engine.network=trusted, join by its address with "
-            f"--set engine.network=trusted."
+            f"engine.listen={spec.listen} with --join: a standby rendezvous needs a join file that allows it. Write one with "
+            f"`atoll invite DIR --standby HOST:PORT` on the machine with the run's folder; or, if the run has "
+            f"engine.network=trusted, join by its address with --set engine.network=trusted."
         )
     check_free(spec.listen)
 
@@ -228,36 +308,66 @@ def run_island(
     joiner: Joiner | None = None,
     interpose: Interpose | None = None,
     process: str | None = None,
+    code: str | None = None,
 ) -> NoReturn:
-    """Be the island of this name, unlike all others', until the run at this address is over, then end the process. An island that
-    the supervisor started has the run's `folder`; another one is a `joiner`."""
+    """Run the island of this name, which no other island has, until the run at this address is over, then end the process. An
+    island that the supervisor started has the run's `folder`; another one is a `joiner`. `code` names the user's workload or
+    loop."""
     if folder is not None:
         end_with_supervisor()
     os.environ.setdefault("RUST_LOG", "warn")  # torchft logs every quorum
+    screen = JoinerScreen() if folder is None else None
+    write_line: Callable[[str], object] = screen.log if screen is not None else log
     try:
         joiner = joiner or Joiner()
         join_info, network = find_run(address, name, folder, joiner)
         torch.set_num_threads(join_info.run.cluster.threads_per_island)
-        log(f"{name} on {platform.node()} ({network.host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
+        write_line(f"{name} on {platform.node()} ({network.host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         gc.freeze()  # each change of members collects garbage while others wait, and imported modules are none
         with ExitStack() as stack:
-            own = standby = None
+            own, standby = None, ""
             if folder is None:
                 own = replace(join_info.spec, devices=joiner.devices or join_info.spec.devices, rescue_dir=joiner.rescue_dir)
                 if joiner.out is not None:
                     folder = stack.enter_context(folder_copy(joiner.out, join_info))
                 if joiner.standby is not None:
-                    standby = open_standby(joiner.standby, join_info, network)
-                    stack.callback(standby.close)
-                    log(f"{name} runs a standby rendezvous at {standby.address}: atoll run --join {address},{standby.address}")
-            island = IslandProcess(join_info, network, name, folder, log, interpose, own, process, standby)
-            stack.push(lambda kind, error, trace: island.close(wait=kind is None))
-            island.run()
+                    standby = stack.enter_context(open_standby(joiner, join_info, network, name, address, write_line))
+            output = IslandOutput(write_line)
+            if screen is not None:
+                shown = screen.open(join_info.run.recipe, folder / "logs" if folder is not None else Path(), name)
+                output = IslandOutput(write_line, shown)
+            opened: list[IslandProcess] = []
+
+            def open_island(workload: Workload | None) -> IslandProcess:
+                island = IslandProcess(join_info, network, name, folder, output, interpose, own, process, standby, workload)
+                stack.push(lambda kind, error, trace: island.close(wait=kind is None))
+                opened.append(island)
+                if mine is not None:
+                    island.compare_code(digest)
+                return island
+
+            mine = load_own_code(code) if code is not None else None
+            digest = "" if mine is None else mine.digest  # now: a loop opens its island later, and its file may change
+            if mine is None or mine.loop is None:
+                open_island(None if mine is None else mine.open()).run()
+            else:
+                run = join_info.run.resolved
+                (device,), claims = claim_devices(run, name, 1)
+                for claim in claims:
+                    stack.enter_context(claim)
+                member = LoopMember(run, open_island, name, device)
+                mine.loop(member)
+                member.check_entered()
+        if screen is not None:
+            copy = f", and in {folder}" if folder is not None else ""
+            screen.close(f"finished: {name} {opened[0].outcome}. The results are in the run's own folder{copy}")
     except NoState as error:  # another island may have the state that this one could not read
         exit_with(error, sys.stderr, code=STATELESS)
     except CheckpointError as error:  # in the middle of the run: the supervisor restarts the island
         exit_with(error, sys.stderr, code=1)
     except BaseException as error:
+        if screen is not None:
+            screen.close()
         exit_with(error, sys.stderr, code=1 if is_disk_full(error) else None)
     sys.stdout.flush()
     os._exit(0)  # threads of the communication may still wait for a peer
@@ -269,6 +379,7 @@ def folder_copy(path: Path, join_info: JoinInfo) -> Iterator[Path]:
     if path.is_dir() and any(path.iterdir()):
         folder = RunFolder.open(path)
         folder.same_run(join_info.run)
+        refuse_folders(folder)
     else:
         folder = RunFolder.create(path, join_info.run, sys.argv)
     with folder.lock():
@@ -277,15 +388,27 @@ def folder_copy(path: Path, join_info: JoinInfo) -> Iterator[Path]:
         yield folder.path
 
 
-def open_standby(listen: str, join_info: JoinInfo, network: DirectNetwork) -> Rendezvous:
-    """A rendezvous of the run beside its own, in this process."""
-    host = listen.rpartition(":")[0]
-    first = join_info.first or (network.registry, join_info.lighthouse)
-    return Rendezvous(replace(join_info, lighthouse=f"{host}:{free_port(host)}", first=first), listen)
+@contextmanager
+def open_standby(
+    joiner: Joiner, join_info: JoinInfo, network: DirectNetwork, name: str, address: str, write_line: Callable[[str], object]
+) -> Iterator[str]:
+    """A rendezvous of the run beside its own at `address`, in this process. Gives its name."""
+    assert joiner.standby is not None
+    assert joiner.out is not None
+    standby: TrustedStandby | SecuredStandby
+    if joiner.file is not None and isinstance(network, GatewayNetwork):
+        standby = SecuredStandby(joiner.standby, join_info, network, joiner.file, joiner.out, write_line)
+        how = f"join files that `atoll invite` writes from now on name {standby.dialled}"
+    else:
+        standby = TrustedStandby(joiner.standby, join_info, network, joiner.out)
+        how = f"atoll run --join {address},{standby.dialled}"
+    with closing(standby):
+        write_line(f"{name} runs a standby rendezvous at {standby.dialled}: {how}")
+        yield standby.name
 
 
 def run_rendezvous(join_info: Path, address: str) -> NoReturn:
-    """Be the rendezvous of a run until this process is ended."""
+    """Run the rendezvous of a run until this process is ended."""
     end_with_supervisor()
     gateway = None
     try:
@@ -294,12 +417,16 @@ def run_rendezvous(join_info: Path, address: str) -> NoReturn:
         if info.spec.secured:
             services = {"registry": info.registry, "lighthouse": info.lighthouse}
             ports = {name: int(where.rpartition(":")[2]) for name, where in services.items()}
-            gateway = Gateway(join_info.parent, address, ports, log)
+            gateway = Gateway(lambda: RunSecrets.read(join_info.parent), address, ports, log)
     except BaseException as error:
         exit_with(error, sys.stderr)
     try:
-        while True:
+        while gateway is None:
             signal.pause()
+        while True:
+            with suppress(ConfigError):  # what cannot be read now is read later
+                rendezvous.set_revoked(RunSecrets.read(join_info.parent).revoked)
+            time.sleep(_REVOKED_S)
     finally:
         if gateway is not None:
             gateway.close()
@@ -321,7 +448,10 @@ def find_run(address: str, name: str, folder: Path | None, joiner: Joiner) -> tu
     try:
         if joiner.file is not None:
             joined = joiner_network(joiner.file, name, refused)
-            return fetch_join_info(joined.registry, joiner.timeout_s, joiner.file.credentials.run_id, joined.check)[0], joined
+            run_id = joiner.file.credentials.run_id
+            info, found = fetch_join_info(joined.registries, joiner.timeout_s, run_id, joined.check)
+            joined.use(found)
+            return info, joined
         info, found = fetch_join_info(address, joiner.timeout_s, None)
     except ExchangeFailed as error:  # a mistyped address ends the joiner at once, unless the user lets it wait
         why = str(error.__cause__ or error)

@@ -9,282 +9,48 @@ log of a long run has hundreds of megabytes.
 from __future__ import annotations
 
 import fcntl
-import json
 import math
-import os
-import re
-import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 from atoll.core import events as ev
-from atoll.core.errors import AtollError, CheckpointError, is_disk_full
-from atoll.core.verified_files import parse_json, replacing, write_text
+from atoll.core.errors import AtollError, CheckpointError, ConfigError, is_disk_full, one_line
+from atoll.core.verified_files import open_to_append, read_record, write_record
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
+from atoll.engines.elastic.commit_log import CommitLog
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
-from atoll.engines.elastic.membership import LastQuorum, log_while_waiting, retry
+from atoll.engines.elastic.event_log_lease import CommittedPrefix, EventLogLease, LeaseLost, committed_prefix
+from atoll.engines.elastic.quorum import LastQuorum
+from atoll.engines.elastic.retry import retry
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
+from atoll.engines.liveness import log_while_waiting
 from atoll.engines.run_lifecycle import RunResults
 from atoll.engines.training_setup import passed_multiple
 from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
-from atoll.telemetry.event_log import E, JsonlSink, explained, read_backwards, read_events, unix_time_s
+from atoll.runs.folder import RunFolder
+from atoll.telemetry.event_log import E, explained, read_backwards, read_events
 
-_REMEMBERED_COMMITS = 512
-"""How far the event log can lag behind."""
-_OPENED = StateVersion(0, 1 << 31)
-"""The last version of a log that has events and no commit: round 0, whatever its epoch."""
-_BETWEEN_COMMITS = (ev.Evaluated.__name__, ev.Saved.__name__, ev.SaveFailed.__name__, ev.LogDamaged.__name__)
-_BEFORE_COMMITS = (ev.RunStarted.__name__, ev.WarmStartFinished.__name__, ev.IslandJoined.__name__)
-"""Events outside of commits. A commit's own events end with Attended."""
 QUORUM_FILE = "quorum.json"
 """In the run's folder: the processes of the last quorum that an island of this machine led."""
 _RETRY_S = 2.0
 """Between two attempts to finish the run."""
-_LOCK_LIMIT_S, _LOCK_POLL_S = 2.0, 0.01
-"""A process that locks the log for longer is frozen."""
-_COPIED_BYTES = 1 << 20
-
-
 WARNING = "warning: "
 """How a line of an island's log begins that the supervisor shows on its console."""
 
 
+def refuse_folders(folder: RunFolder) -> None:
+    """Refuse a folder of a run that has a folder in the place of a file which islands write: they would try again for ever."""
+    for name in (folder.events.name, "events.lease", "finish.lock", QUORUM_FILE, "processes.txt"):
+        if (folder.path / name).is_dir():
+            raise ConfigError(
+                f"{folder.path / name} is a folder, and an elastic run writes a file of this name. Remove the folder."
+            )
+
+
 class RunAlreadyFinished(Exception):
     """Other islands have finished the run while this one was away."""
-
-
-# -------------------------------------------------------------------------------------------------- recent commits, in memory
-
-
-class CommitRecord(NamedTuple):
-    """What the event log gets from one commit. An `opening` commit precedes the first round."""
-
-    version: StateVersion
-    opening: bool
-    events: Sequence[ev.Event]
-
-    def lines(self) -> list[str]:
-        return [event.to_json() for event in self.events if event.recorded]
-
-
-class CommitLog:
-    """The recent commits, which every island remembers.
-
-    >>> log = CommitLog()
-    >>> for number in range(1, 5):
-    ...     log.append(CommitRecord(StateVersion(number, number), False, []), written=StateVersion(number - 2, number - 2))
-    >>> log.epochs
-    {1: 1, 2: 2, 3: 3, 4: 4}
-    >>> [parts[:2] for parts in log.to_parts()]  # at the last commit the leader reported to have written the second
-    [[2, 2], [3, 3], [4, 4]]
-    """
-
-    def __init__(self) -> None:
-        self._records: deque[CommitRecord] = deque(maxlen=_REMEMBERED_COMMITS)
-        self._written = NO_VERSION
-        """The event log goes at least so far."""
-
-    def __iter__(self) -> Iterator[CommitRecord]:
-        return iter(self._records)
-
-    @property
-    def epochs(self) -> dict[int, int]:
-        """Of the committed rounds."""
-        return {record.version.round: record.version.epoch for record in self._records if not record.opening}
-
-    def append(self, record: CommitRecord, written: StateVersion) -> None:
-        """Remember a commit, whose participants reported that the event log goes up to `written`."""
-        self._written = max(self._written, written)
-        # A later leader may write the events long after they happened.
-        self._records.append(record._replace(events=[replace(event, unix_time_s=unix_time_s()) for event in record.events]))
-
-    def lines(self, version: StateVersion) -> list[str]:
-        return [line for record in self._records if record.version == version for line in record.lines()]
-
-    def to_parts(self) -> list[Any]:
-        """The last commit that the event log has, and all that it may not have, as JSON data for other islands."""
-        return [[*one.version, one.opening, one.lines()] for one in self._records if one.version >= self._written]
-
-    def from_parts(self, parts: Sequence[Any]) -> None:
-        """Take over the commits of another island, or of a checkpoint. Some that this island saw itself may be void."""
-        self._records.clear()
-        for number, epoch, opening, lines in parts:
-            self._records.append(CommitRecord(StateVersion(number, epoch), opening, [*map(ev.read_event, lines)]))
-        self._written = NO_VERSION
-
-
-# ---------------------------------------------------------------------------------------------------- the event log, on disk
-
-
-class LeaseLost(CheckpointError):
-    """Another island has taken the write lease."""
-
-
-class EventLogLease(JsonlSink):
-    """The event log with the right to write it.
-
-    A new holder replaces the file `events.lease`, and truncates the log in place. A holder locks the log for every line, and writes
-    only if `events.lease` is still its own, so an old leader that wakes from a freeze writes nothing. If a process froze while it
-    held the lock, the new holder replaces the log by a copy, which the frozen process does not have open.
-
-    Args:
-        path: the log.
-        keep_bytes: returns how many bytes of the log stay. It is called when no other process writes.
-
-    Raises:
-        CheckpointError: the log cannot be written.
-        LeaseLost: another island has taken the lease meanwhile.
-    """
-
-    def __init__(self, path: Path, keep_bytes: Callable[[], int]) -> None:
-        self.path, self._mark_path = path, path.with_name("events.lease")
-        with ExitStack() as failing:
-            self._mark = _replace_mark(self._mark_path)
-            failing.callback(self._mark.close)
-            with explained("open", path), path.open("ab") as log:
-                if _lock(log):
-                    self.check()
-                    super().__init__(path, append_at=keep_bytes(), dated=True)
-                else:
-                    self._replace_by_copy(path, keep_bytes())
-            failing.pop_all()
-
-    def _replace_by_copy(self, path: Path, keep_bytes: int) -> None:
-        with replacing(path, CheckpointError) as copy, path.open("rb") as log:
-            left = keep_bytes
-            while left and (block := log.read(min(left, _COPIED_BYTES))):
-                copy.write(block)
-                left -= len(block)
-            copy.flush()
-            # Opened under its temporary name: another island may replace the log at any moment.
-            super().__init__(copy.name, append_at=keep_bytes, dated=True)
-            self.check()
-        self.path = path
-
-    def emit(self, event: ev.Event) -> None:
-        with self._locked():
-            super().emit(event)
-
-    def position(self) -> int:
-        with self._locked():
-            return super().position()
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.check()
-        if not _lock(self._file):
-            raise CheckpointError(f"a process that does not respond has locked {self.path}.")
-        try:
-            self.check()
-            yield
-        finally:
-            with suppress(OSError, ValueError):
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def _check_repair(self) -> None:
-        self.check()  # another holder's copy is no damage
-
-    @property
-    def is_held(self) -> bool:
-        """Whether no other island has taken the lease since."""
-        try:
-            return os.path.samestat(os.fstat(self._mark.fileno()), self._mark_path.stat())
-        except (OSError, ValueError):
-            return False
-
-    def check(self) -> None:
-        if not self.is_held:
-            raise LeaseLost(f"another island has taken the write lease of {self.path}.")
-
-    def close(self) -> None:
-        """Closes the log. What a full disk did not take is not written any more: the next holder writes it."""
-        self._unwritten = b""
-        super().close()
-        self._mark.close()
-
-
-def _replace_mark(path: Path) -> IO[bytes]:
-    """A new file of this name, open: while it is open, no other file gets its inode."""
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
-    with explained("write", path):
-        file = unfinished.open("xb")
-        try:
-            os.replace(unfinished, path)
-        except OSError:
-            file.close()
-            unfinished.unlink()
-            raise
-    return file
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Lock the file, unless another process holds its lock for too long: a writer holds it for one line, a new leader for the time
-    that it takes to read the end of the log."""
-    deadline_s = time.monotonic() + _LOCK_LIMIT_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                return False
-        except OSError:  # a file system without locks: `events.lease` alone protects the log
-            return True
-        time.sleep(_LOCK_POLL_S)
-
-
-class CommittedPrefix(NamedTuple):
-    """How many bytes of an event log belong to valid commits, the last of these, and the number of damaged lines near the end that
-    the log does not report."""
-
-    num_bytes: int
-    last: StateVersion
-    damaged: int
-
-
-def committed_prefix(path: Path, epochs: Mapping[int, int]) -> CommittedPrefix:
-    """The valid part of an event log: a leader that died may have written a commit that no other island has, or part of one.
-    `epochs` are those of the valid commits, by round. Earlier rounds are valid, and only what follows them is read; without any
-    epoch nothing in the log is valid."""
-    if not epochs or not path.exists():
-        return CommittedPrefix(0, NO_VERSION, 0)
-    first = min(epochs)
-    start = next((at for at, attended in read_backwards(path, ev.Attended) if attended.round < first), 0)
-    at, last, end, damaged = start, NO_VERSION, start, 0
-    with explained("read", path), path.open("rb") as log:
-        log.seek(start)
-        for line in log:
-            end += len(line)
-            if not line.endswith(b"\n"):
-                break
-            found = re.match(rb'\0*\{"event": "(\w+)"', line)
-            name = found[1].decode() if found is not None and line.endswith(b"}\n") else ""
-            if name == ev.Attended.__name__:
-                try:
-                    attended = json.loads(line.lstrip(b"\0"))
-                    version = StateVersion(int(attended["round"]), int(attended["epoch"]))
-                except (ValueError, TypeError, KeyError):
-                    damaged += 1
-                    continue
-                if version.round >= first and epochs.get(version.round) != version.epoch:
-                    break
-                at, last = end, version
-            elif name in _BETWEEN_COMMITS:
-                at, damaged = end, 0 if name == ev.LogDamaged.__name__ else damaged
-            elif name in _BEFORE_COMMITS and last <= _OPENED:
-                at, last = end, _OPENED
-            elif not name:
-                damaged += 1
-    return CommittedPrefix(at, last, damaged)
-
-
-# ---------------------------------------------------------------------------------------------------------------- the leader
 
 
 class LeaderLog:
@@ -318,12 +84,20 @@ class LeaderLog:
 
     def last_quorum(self) -> LastQuorum:
         """The last quorum that an island of this folder led: an island that restarts alone must not go on before all of its members
-        are known to have ended. It is empty in a run that was just started or resumed."""
+        are known to have ended. It is empty in a run that was just started or resumed. Of a damaged file no member is known, and
+        none is known to have ended."""
+        path = self.folder.path / QUORUM_FILE
         try:
-            processes, leader = parse_json((self.folder.path / QUORUM_FILE).read_text("utf-8"))
-            return LastQuorum(tuple(map(str, processes)), leader)
-        except (OSError, ValueError, TypeError):
+            record = read_record(path)
+            return LastQuorum(tuple(map(str, record["processes"])), record["leader"])
+        except FileNotFoundError:
             return LastQuorum()
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            self._log(
+                f"{WARNING}{path} cannot be read ({one_line(error)}), so it is not known which islands may go on beyond a network "
+                f"partition. If all of them are gone for good, stop this run and resume it"
+            )
+            return LastQuorum((f"an island of the damaged {QUORUM_FILE}",))
 
     def append(self, engine: ElasticEngine, committed: CommittedRound) -> None:
         """Write a commit into the event log, evaluate and save, if this island is its leader. Raises RunAlreadyFinished."""
@@ -348,7 +122,7 @@ class LeaderLog:
 
     def _write(self, engine: ElasticEngine, committed: CommittedRound) -> None:
         if committed.commit.quorum != self._saved_quorum:
-            write_text(self.folder.path / QUORUM_FILE, json.dumps(committed.commit.quorum), CheckpointError)
+            write_record(self.folder.path / QUORUM_FILE, committed.commit.quorum._asdict(), CheckpointError)
             self._saved_quorum = committed.commit.quorum
         lease = self._up_to_date(engine)
         before, self._steps = self._steps, engine.steps_taken
@@ -530,7 +304,7 @@ class LeaderLog:
     def _finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
         path = self.folder.path / "finish.lock"
         with explained("write", path):
-            lock = open(path, "w", encoding="utf-8")  # noqa: SIM115, closed below
+            lock = open_to_append(path)
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self.is_finished:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
-from atoll.core.errors import CheckpointError, ExchangeFailed
+from atoll.core.errors import CheckpointError, ExchangeFailed, one_line
 from atoll.core.serialization import Packed, pack, unpack
 from atoll.engines.checkpoints import Checkpoint
+from atoll.engines.elastic.commit_log import CommitLog
+from atoll.engines.elastic.direct_network import QUERY_S
 from atoll.engines.elastic.engine import ElasticEngine
-from atoll.engines.elastic.leader_event_log import CommitLog, LeaderLog
-from atoll.engines.elastic.membership import WAIT_LOG_S, Membership, MembershipLost, log_while_waiting, process_name
+from atoll.engines.elastic.leader_event_log import LeaderLog
+from atoll.engines.elastic.membership import Membership, MembershipLost
+from atoll.engines.elastic.quorum import process_name
 from atoll.engines.elastic.rendezvous import UNREGISTERED_S, Registry
-from atoll.engines.elastic.snapshot_server import QUERY_S, SILENT_S, IslandStatus, fetch_snapshot, query_islands
+from atoll.engines.elastic.snapshot_server import SILENT_S, IslandStatus, fetch_snapshot, query_islands
 from atoll.engines.elastic.spec import check_same_origin
-from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
+from atoll.engines.elastic.state_version import NO_VERSION, VERSION_LIMIT, StateVersion
+from atoll.engines.liveness import WAIT_LOG_S, log_while_waiting
 
 _POLL_S = 0.2
 _ALONE_S = UNREGISTERED_S
@@ -53,8 +58,10 @@ class Recovery:
         self._answered_s = math.inf
         """When an island with the state, or the registry, last answered."""
         self._logged_s = -math.inf
+        self._unusable: dict[str, StateVersion] = {}
+        """By island, the last version whose failed fetch was logged."""
         self.warm_start: tuple[int, float] | None = None
-        """The tokens and the loss of the run's warm start, as the last donor told them."""
+        """The tokens and the loss of the run's warm start, as the last donor sent them."""
         self.checkpoint: Checkpoint | None = None
         """The last one that was restored."""
 
@@ -96,14 +103,10 @@ class Recovery:
         replacement."""
         round_ = engine.version.round
         with log_while_waiting(self._log, f"looking for a newer state than round {round_}: {why}"):
-            try:
-                found = self._find(engine, at_least, holders, leaves=leaves)
-            except CheckpointError as error:
-                self._log(f"{error} {self._name} does without it, since it holds round {round_} itself")
-                found = ""
+            found = self._find(engine, at_least, holders, leaves=leaves)
         if not found:
             engine.resume_alone()
-        self._log(f"{self._name} goes on with {found or f'its own state, round {round_}: no island has a newer one'}")
+        self._log(f"{self._name} continues with {found or f'its own state, round {round_}: no island has a newer one'}")
 
     def _find(
         self,
@@ -135,7 +138,12 @@ class Recovery:
             if exists:
                 since_s = time.monotonic()
             elif time.monotonic() - max(since_s, self._registry.reachable_since_s) >= _ALONE_S and self._is_last(engine, holders):
-                found = self._restore_newer(engine)
+                try:
+                    found = self._restore_newer(engine)
+                except CheckpointError as error:
+                    if at_least == NO_VERSION:
+                        raise  # this island holds no state
+                    self._log(f"{error} {self._name} does without it, since it holds round {engine.version.round} itself")
                 # Another island that came back at the same time may just have restored that checkpoint.
                 if found or not _holds([*self._holders(engine), *self._registered()], at_least):
                     return found
@@ -202,21 +210,28 @@ class Recovery:
         """Fetch this island's state; "" if that fails, or the state is older."""
         try:
             expected = pack(engine.shared()).tensors
-            snapshot = fetch_snapshot(holder.address, _FETCH_LIMIT_S, self._membership.network, expected)
-            if snapshot is None or StateVersion(*snapshot.header["metadata"]["version"]) < at_least:
+            network, weights = self._membership.network, engine.replica.optimizer_parameters
+            snapshot = fetch_snapshot(holder.address, _FETCH_LIMIT_S, network, expected, weights)
+            if snapshot is None:
                 return ""
-            check_same_origin(self._origin, snapshot.header["origin"], holder.name)
-            shared = unpack(Packed(snapshot.header["structure"], dict(snapshot.tensors)), engine.shared())
-            metadata = snapshot.header["metadata"]
+            header, metadata = snapshot.header, _checked_metadata(snapshot.header)
+            if StateVersion(*metadata["version"]) < at_least:
+                return ""
+            check_same_origin(self._origin, header["origin"], holder.name)
+            shared = unpack(Packed(header["structure"], dict(snapshot.tensors)), engine.shared())
+            moments = unpack(Packed(header["moments"], dict(snapshot.tensors)), None)["moments"]
+            CommitLog().from_parts(header["commit_log"])  # what cannot be read is an error before the engine changes
             now_s = metadata["wall_time_s"] + snapshot.age_s
-            engine.restore({**metadata, "wall_time_s": now_s}, shared, holder.name, snapshot.nbytes)
-        except ExchangeFailed as error:
-            self._log(str(error))
+            engine.restore({**metadata, "wall_time_s": now_s}, shared, holder.name, snapshot.nbytes, moments)
+        except (ExchangeFailed, CheckpointError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            if self._unusable.get(holder.name) != holder.version:  # it is tried again several times a second
+                self._unusable[holder.name] = holder.version
+                self._log(f"the state of {holder.name} cannot be used: {one_line(error)}")
             return ""
-        match snapshot.header.get("warm_start"):
+        match header.get("warm_start"):
             case [int(tokens), float(loss)]:
                 self.warm_start = tokens, loss
-        self._commit_log.from_parts(snapshot.header["commit_log"])
+        self._commit_log.from_parts(header["commit_log"])
         if self._leader_log is not None:
             self._leader_log.release()  # another island may have written since
         source = "" if holder.confirmed else ", which fetched it itself: no island answers that confirmed it"
@@ -252,6 +267,17 @@ class Recovery:
                 f"checkpoint. It will not start from random weights again by itself: start a new run, or bring a checkpoint back."
             )
         return "the run's first weights"
+
+
+def _checked_metadata(header: Any) -> Mapping[str, Any]:
+    """The metadata in the header of a snapshot. Raises ValueError if what the state's digest leaves out has other types."""
+    match header:
+        case {"metadata": {"version": [int(), int()] as version, "wall_time_s": int() | float() as now_s, **others}}:
+            match others:
+                case {"rounds_without_delta": int(), "peers": {**peers}} if all(isinstance(one, str) for one in peers.values()):
+                    if all(0 <= number < VERSION_LIMIT for number in version) and math.isfinite(now_s):
+                        return {str(name): value for name, value in header["metadata"].items()}
+    raise ValueError("its header is malformed. The next holder of the state is asked")
 
 
 def _holds(statuses: Iterable[IslandStatus], at_least: StateVersion) -> bool:

@@ -14,20 +14,23 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
 
-from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.core.errors import ConfigError, ExchangeFailed, one_line
 from atoll.core.optional_imports import require
 from atoll.core.verified_files import parse_json
+from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.snapshot_server import IslandStatus
-from atoll.engines.elastic.spec import NAME, JoinInfo, check_address
+from atoll.engines.elastic.spec import NAME, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import FailureDetector, Heartbeat
+from atoll.engines.network_interfaces import beyond_loopback, is_loopback
 from atoll.engines.rank_store import open_store
 
 HEARTBEAT_S = 0.5
@@ -35,23 +38,15 @@ UNREGISTERED_S = 3.0
 """An island without a heartbeat for so long counts as dead."""
 FORGOTTEN_S = 60.0
 """An island without a heartbeat for so long is removed from the registry until it registers anew."""
+ENDS_KEPT = 1024
+"""The newest ended processes that the registry keeps, and up to twice as many: every island reads them before each commit."""
 LIGHTHOUSE_TICK_S = 0.02
 PROBE_S, SWITCH_S = 1.0, 5.0
 """How often islands probe the run's rendezvous where there are several, and how long a silent one is waited for."""
 _MOST_STANDBYS = 16
-_JOIN_INFO, _NAMES, _ENDED = "join_info", "names", "ended"
+_JOIN_INFO, _NAMES, _ENDED, _REVOKED = "join_info", "names", "ended", "revoked"
 _REQUEST_LIMIT_S = 5.0
-
-
-def free_port(host: str, wanted: int = 0) -> int:
-    """The port that is wanted, if it is free; else another."""
-    try:
-        with socket.create_server((host, wanted)) as listener:
-            return int(listener.getsockname()[1])
-    except OSError:
-        if not wanted:
-            raise
-        return free_port(host)
+T = TypeVar("T")
 
 
 def check_free(listen: str, *, any_port: bool = False) -> None:
@@ -59,7 +54,8 @@ def check_free(listen: str, *, any_port: bool = False) -> None:
     has."""
     host, _, port = listen.rpartition(":")
     try:
-        socket.create_server((host, 0 if any_port else int(port))).close()
+        with socket.create_server((host, 0 if any_port else int(port))) as listener:
+            address = listener.getsockname()[0]
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (while")[0]
         own = "Give one of its own IPv4 addresses or its name, or leave it out for islands on this machine alone"
@@ -68,6 +64,11 @@ def check_free(listen: str, *, any_port: bool = False) -> None:
             f"engine.listen={listen}: this machine cannot listen there ({why}). "
             f"{in_use if error.errno == errno.EADDRINUSE else own}."
         ) from error
+    if is_loopback(address) and not is_loopback(host):
+        raise ConfigError(
+            f"engine.listen={listen}: {host} is {address} here, which no other machine reaches. This machine has "
+            f"{beyond_loopback()}: give one of these addresses, or correct the line of {host} in /etc/hosts."
+        )
 
 
 class Rendezvous:
@@ -78,7 +79,7 @@ class Rendezvous:
         self._lighthouse = coordination.LighthouseServer(
             bind=info.lighthouse,
             min_replicas=1,
-            join_timeout_ms=int(info.spec.quorum_timeout_s * 1000),
+            join_timeout_ms=int(info.straggler_s * 1000),
             quorum_tick_ms=int(LIGHTHOUSE_TICK_S * 1000),
             heartbeat_timeout_ms=int(info.spec.heartbeat_timeout_s * 1000),
         )
@@ -88,14 +89,19 @@ class Rendezvous:
         self.address, self.lighthouse = f"{host}:{port}", info.lighthouse
         self._store.set(_JOIN_INFO, info.to_text())
 
+    def set_revoked(self, identities: Collection[str]) -> None:
+        """Publish which join files were revoked, since a standby's may be among them."""
+        self._store.set(_REVOKED, " ".join(sorted(identities)))
+
     def close(self) -> None:
         self._lighthouse.shutdown()
 
 
 class RegistryClient:
-    """Reads and writes the registry at this address. It connects again if need be."""
+    """Reads and writes the registry at this address. It connects again if need be. A request takes at most `limit_s`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, limit_s: float = _REQUEST_LIMIT_S) -> None:
+        self._limit_s = limit_s
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._store: TCPStore | None = None
@@ -105,24 +111,41 @@ class RegistryClient:
         self.malformed: set[str] = set()
         """Names whose entries are missing, or no island's status."""
 
-    @contextmanager
-    def _connected(self) -> Iterator[Any]:  # torch's stubs lack some of a store's methods
-        try:
-            if self._store is None:
-                # A TCPStore client waits for a missing server; a plain socket fails at once.
-                socket.create_connection((self._host, self._port), timeout=_REQUEST_LIMIT_S).close()
-                limit = timedelta(seconds=_REQUEST_LIMIT_S)
-                self._store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
-            yield self._store
-        except (RuntimeError, OSError) as error:
+    def _ask(self, request: Callable[[Any], T]) -> T:
+        """The answer to a request, on a thread of its own: a TCPStore's client waits for ever for the answer of a machine without
+        power. Raises ExchangeFailed."""
+        answer, former = Future[tuple[TCPStore, T]](), self._store
+
+        def ask() -> None:
+            try:
+                store = former or self._connection()
+                answer.set_result((store, request(store)))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        try:  # the thread's start may fail, too
+            threading.Thread(target=ask, name="registry request", daemon=True).start()
+            self._store, found = answer.result(self._limit_s)
+        except (RuntimeError, OSError, TimeoutError) as error:
             self._store, self._stored = None, set()
             where = f"{self._host}:{self._port}"
-            raise ExchangeFailed(f"no registry answers at {where}: {error}. Is the run's first machine still up?") from error
+            why = str(error) or f"it has not answered for {self._limit_s:g} s"
+            raise ExchangeFailed(f"no registry answers at {where}: {why}. Is the run's first machine still up?") from error
+        return found
+
+    def _connection(self) -> TCPStore:
+        # A TCPStore client waits for a missing server; a plain socket fails at once.
+        socket.create_connection((self._host, self._port), timeout=self._limit_s).close()
+        limit = timedelta(seconds=self._limit_s)
+        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
+
+    def _words(self, key: str) -> list[str]:
+        """The words in an entry of the registry; none if there is no entry."""
+        return self._ask(lambda store: store.get(key).decode("utf-8", "replace").split() if store.check([key]) else [])
 
     def join_info(self) -> str | None:
         """What the run is; None as long as its rendezvous has not stored it."""
-        with self._connected() as store:
-            return store.get(_JOIN_INFO).decode("utf-8", "replace") if store.check([_JOIN_INFO]) else None
+        return self._ask(lambda store: store.get(_JOIN_INFO).decode("utf-8", "replace") if store.check([_JOIN_INFO]) else None)
 
     def run_id(self) -> str | None:
         """The id of the run; None if its rendezvous has stored none."""
@@ -132,58 +155,78 @@ class RegistryClient:
         return None
 
     def register(self, status: IslandStatus) -> None:
-        key, name = _key(status.name), status.name
-        with self._connected() as store:
+        key, name, text = _key(status.name), status.name, json.dumps(status.to_json())
+
+        def register(store: Any) -> None:
             new = name not in self._registered or not store.check([key])  # or the registry was restarted
-            store.set(key, json.dumps(status.to_json()))
+            store.set(key, text)
             if new:  # after the status, which a reader of the name asks for
                 store.append(_NAMES, f"{name}\n")
-                self._registered.add(name)
+
+        self._ask(register)
+        self._registered.add(name)
 
     def report_ended(self, processes: Iterable[str]) -> None:
         """Report that these processes have ended: islands do not take them for the other side of a partition."""
-        with self._connected() as store:
-            known = {*self.ended()}
-            if new := [process for process in processes if process not in known]:
-                store.append(_ENDED, "".join(f"{process}\n" for process in new))
+        known = self.ended()
+        if new := [process for process in processes if process not in known]:
+            self._ask(lambda store: store.append(_ENDED, _lines(new)))
+        if len(known) + len(new) > 2 * ENDS_KEPT:
+            found = self.ended()  # if it changes once more, the next report cuts it
+            self._ask(lambda store: store.compare_set(_ENDED, _lines(found), _lines(found[-ENDS_KEPT:])))
+
+    def is_new_to(self, reader: str) -> bool:
+        """Whether the registry was started since the last call for this reader, who then reports everything anew."""
+        key = f"known to {reader}"
+        return self._ask(lambda store: not store.check([key]) and store.set(key, "") is None)
 
     def ended(self) -> list[str]:
         """The processes that were reported to have ended."""
-        with self._connected() as store:
-            return store.get(_ENDED).decode("utf-8", "replace").split() if store.check([_ENDED]) else []
+        return self._words(_ENDED)
+
+    def revoked(self) -> list[str]:
+        """The ids of join files that were revoked."""
+        return self._words(_REVOKED)
 
     def names(self) -> list[str]:
         """The names that have registered and were not pruned, once per registration."""
-        with self._connected() as store:
-            names = store.get(_NAMES).decode("utf-8", "replace").split() if store.check([_NAMES]) else []
+        names = self._words(_NAMES)
         self._registered.intersection_update(names)  # another island may have pruned one that lives
         return names
 
     def prune(self, names: Sequence[str], dead: Collection[str]) -> bool:
         """Remove repeated and dead names, unless the registry has others than `names` by now. Returns whether it did so."""
         kept = [name for name in dict.fromkeys(names) if name not in dead]
-        before, after = ("".join(f"{name}\n" for name in some) for some in (names, kept))
-        with self._connected() as store:
-            return bool(store.compare_set(_NAMES, before, after).decode("utf-8", "replace") == after)
+        before, after = _lines(names), _lines(kept)
+        return self._ask(lambda store: bool(store.compare_set(_NAMES, before, after).decode("utf-8", "replace") == after))
 
     def delete_status(self, name: str) -> None:
-        with self._connected() as store:
-            store.delete_key(_key(name))
+        self._ask(lambda store: store.delete_key(_key(name)))
 
     def statuses(self, names: Collection[str]) -> dict[str, IslandStatus]:
         """What these islands registered last, in one request. It leaves out names without a status."""
-        with self._connected() as store:
-            self._stored.intersection_update(names)
-            self._stored.update(
-                name for name in names if name not in self._stored and NAME.fullmatch(name) and store.check([_key(name)])
-            )
-            asked = [name for name in names if name in self._stored]
-            found = map(IslandStatus.from_text, store.multi_get([*map(_key, asked)]) if asked else [])
-            statuses = {
-                name: status for name, status in zip(asked, found, strict=True) if status is not None and status.name == name
-            }
+        known = self._stored.intersection(names)
+
+        def read(store: Any) -> dict[str, bytes]:
+            new = (name for name in names if name not in known and NAME.fullmatch(name) and store.check([_key(name)]))
+            asked = [*known, *new]
+            return dict(zip(asked, store.multi_get([*map(_key, asked)]) if asked else [], strict=True))
+
+        texts = self._ask(read)
+        self._stored = {*texts}
+        found = {name: IslandStatus.from_text(texts[name]) for name in names if name in texts}
+        statuses = {name: status for name, status in found.items() if status is not None and status.name == name}
         self.malformed = {*names} - statuses.keys()
         return statuses
+
+
+def _lines(words: Iterable[str]) -> str:
+    return "".join(f"{word}\n" for word in words)
+
+
+def _standby_key(standby: str) -> str:
+    """What stays the same when a standby is restarted: its registry's address, or ID@GATEWAY."""
+    return standby.partition(" ")[0]
 
 
 def _key(name: str) -> str:
@@ -194,23 +237,26 @@ class Registry:
     """Registers one island's status with each heartbeat, in a thread of its own, and knows which other islands are alive.
 
     Islands may run a standby rendezvous, and report it in their status. All islands use the first rendezvous that answers: those in
-    `first`, which are pairs of registry and lighthouse, and then the standbys by address. If two groups of islands use two of them,
-    since a network partition separates them, the rule of the last quorum lets at most one group commit. Where a gateway
-    authenticates the run's machines, islands use no other rendezvous: `first` is None.
+    `first`, which are pairs of registry and lighthouse, and then the standbys by name. If two groups of islands use two of them,
+    since a network partition separates them, the rule of the last quorum lets at most one group commit. Islands on the machine of a
+    gateway use no other rendezvous: `first` is None.
     """
 
     def __init__(
         self,
-        address: str,
+        network: DirectNetwork,
         status: IslandStatus,
         log: Callable[[str], object] = lambda text: None,
         first: Sequence[tuple[str, str]] | None = (),
     ) -> None:
-        self._client, self._status, self._log = RegistryClient(address), status, log
-        self._ignored: set[str] = set()
-        self._first, self._at = dict(first or [(address, "")]), address
+        self._network, self._status, self._log = network, status, log
+        self._client, self._at = RegistryClient(network.registry), network.registry
+        self._ignored, self._logged = set[str](), set[str]()
+        self._first = dict(first or [(network.registry, "")])
         self._most_standbys = 0 if first is None else _MOST_STANDBYS
-        self._standbys: dict[str, str] = {}
+        self._standbys = {_standby_key(one): network.place(one) for one in network.standbys}
+        self._lighthouse = self._first.get(network.registry, "") or network.lighthouse
+        """Of the present rendezvous."""
         self._probes: dict[str, tuple[RegistryClient, float, float]] = {}
         """By address: a client, since when each probe was answered, and when the last was."""
         self.on_move: Callable[[str], object] = bool
@@ -222,12 +268,30 @@ class Registry:
         """The names at the last refresh."""
         self._pruned_s: dict[str, float] = {}
         """When this island pruned the names of others whose statuses it has not deleted yet."""
-        self._ended: frozenset[str] = frozenset()
+        self._ended: Collection[str] = ()
+        """The oldest first."""
         self.reachable_since_s = math.inf
         """Since when every request to the registry has succeeded; infinity if the last one failed."""
         self.refresh()
-        self._heartbeat = Heartbeat(lambda number: self.refresh(), interval_s=HEARTBEAT_S)
-        self._prober = Heartbeat(lambda number: self._choose_rendezvous(), interval_s=PROBE_S)
+        self._heartbeat = Heartbeat(self._never_ends(self.refresh), interval_s=HEARTBEAT_S)
+        self._prober = Heartbeat(self._never_ends(self._choose_rendezvous), interval_s=PROBE_S)
+
+    def _never_ends(self, work: Callable[[], object]) -> Callable[[int], None]:
+        """A beat that logs an unexpected error, such as of a process without a thread left. If it ended the heartbeats, the other
+        islands would take this one for dead."""
+
+        def beat(number: int) -> None:
+            try:
+                work()
+            except Exception as error:
+                self._log_once(f"the registry at {self._at}: {one_line(error)}. The next heartbeat tries again")
+
+        return beat
+
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            self._log(text)
 
     def refresh(self) -> None:
         """Send a heartbeat and read the others'. Threads take turns: a store has one connection and answers in order."""
@@ -241,8 +305,10 @@ class Registry:
                 self._log_ignored({*self._client.malformed, *(found.keys() - self._statuses.keys())})
                 dead = self._note_heartbeats(names)
                 self._prune(names, dead)
-            except ExchangeFailed:
-                self.reachable_since_s = math.inf
+            except Exception as error:
+                self.reachable_since_s = math.inf  # the statuses age
+                if not isinstance(error, ExchangeFailed):
+                    raise
             else:
                 self.reachable_since_s = min(self.reachable_since_s, time.monotonic())
 
@@ -255,13 +321,16 @@ class Registry:
     def _choose_rendezvous(self) -> None:
         """Change to the first rendezvous that answers: at once if the present one has been silent for `SWITCH_S`, and if an earlier
         one answers again, after as long."""
-        places = {**self._first, **{one: self._standbys[one] for one in sorted(self._standbys) if one not in self._first}}
+        places = {**self._first, **{registry: lighthouse for _, (registry, lighthouse) in sorted(self._standbys.items())}}
         if len(places) == 1:
             return
         for address in places:
             client, since_s, answered_s = self._probes.get(address, (RegistryClient(address), math.inf, time.monotonic()))
             try:
-                answers = client.run_id() == self._status.run  # another run may have the port now
+                # Another run may have the port now.
+                answers = self._network.reaches(address) and client.run_id() == self._status.run
+                if answers:
+                    self._network.revoke(client.revoked())
             except ExchangeFailed:
                 answers = False
             now_s = time.monotonic()
@@ -270,9 +339,12 @@ class Registry:
         silent = now_s - self._probes[self._at][2] > SWITCH_S
         for address in order:
             since_s = self._probes[address][1]
-            if address != self._at and since_s <= now_s and (silent or now_s - since_s > SWITCH_S):
+            # A standby that was restarted may have its registry's port, and another lighthouse.
+            restarted = address == self._at and not silent and places[address] not in ("", self._lighthouse)
+            if restarted or (address != self._at and since_s <= now_s and (silent or now_s - since_s > SWITCH_S)):
                 with self._refreshing:
-                    self._client, self._at = RegistryClient(address), address
+                    self._client, self._at, self._lighthouse = RegistryClient(address), address, places[address]
+                self._network.use(address)
                 self.on_move(places[address])
                 return
             if address == self._at and not silent:
@@ -288,14 +360,24 @@ class Registry:
             # A name without a status counts as silent too: its island died between two requests, or is none of this run.
             status = self._statuses.get(name)
             self._detector.observe(name, None if status is None else status.heartbeat, now_s)
-            if status is not None and status.standby and len(self._standbys) < self._most_standbys:
-                address, _, lighthouse = status.standby.partition(" ")
-                with suppress(ConfigError):  # of what is no pair of addresses
-                    check_address(f"{address},{lighthouse}")
-                    self._standbys[address] = lighthouse
+            if status is not None and status.standby and self._detector.is_alive(name, now_s):
+                self._note_standby(status.standby, now_s)
             if now_s - self._detector.heard_s(name) > FORGOTTEN_S:
                 dead.add(name)
         return dead
+
+    def _note_standby(self, standby: str, now_s: float) -> None:
+        """A live island reports this standby. If there are too many, it takes the place of one that has long not answered."""
+        key = _standby_key(standby)
+        if key not in self._standbys and len(self._standbys) >= self._most_standbys:
+            answered_s = {one: self._probes[place[0]][2] for one, place in self._standbys.items() if place[0] in self._probes}
+            silent = min(answered_s, key=lambda one: answered_s[one], default=None)
+            if silent is None or now_s - answered_s[silent] <= FORGOTTEN_S:
+                return
+            self._standbys = {one: place for one, place in self._standbys.items() if one != silent}
+            self._network.forget(silent)
+        with suppress(ConfigError):  # of what is no address
+            self._standbys = {**self._standbys, key: self._network.place(standby)}
 
     def _prune(self, names: Sequence[str], dead: Collection[str]) -> None:
         """Keep the registry as small as the run: every island reads all of it twice a second. The status of a pruned island is
@@ -316,8 +398,8 @@ class Registry:
     def ended(self) -> frozenset[str]:
         """The processes that were reported to have ended, as far as this island knows: a restarted registry has no reports yet."""
         with self._refreshing, suppress(ExchangeFailed):
-            self._ended |= {*self._client.ended()}
-        return self._ended
+            self._ended = [*dict.fromkeys([*self._ended, *self._client.ended()])][-4 * ENDS_KEPT :]
+        return frozenset(self._ended)
 
     def report_own_end(self, process: str) -> None:
         """Report that this process ends, or that it gives this place in quorums up."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import re
 import secrets
 import ssl
 import stat
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -26,13 +26,15 @@ from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
-from atoll.core.verified_files import sync_folder
+from atoll.core.verified_files import read_record, sealed, sync_folder, unsealed
 
 MACHINE = "machine"
 """The identity of the machine with the run's folder. Those of join files are random."""
-_JOIN_FORMAT = 1
+_JOIN_FORMAT = 2
 _JOIN_LIMIT_BYTES = 1 << 16
 _RUN_ID = re.compile(r"run-[0-9a-f]{16}")
+IDENTITY = re.compile(r"[0-9a-f]{12}")
+"""Of a join file."""
 _VALID = timedelta(days=3650)
 _SKEW = timedelta(days=1)
 """Clocks of two machines may differ by so much."""
@@ -44,7 +46,10 @@ def run_id_of(folder: Path) -> str:
     if not path.exists():
         with suppress(FileExistsError):  # another process was faster
             _create(path, f"run-{secrets.token_hex(8)}\n", 0o644)
-    text = path.read_text("utf-8", errors="replace").strip()
+    try:
+        text = path.read_text("utf-8", errors="replace").strip()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Restore it from a copy.") from error
     if not _RUN_ID.fullmatch(text):
         raise ConfigError(f"{path} holds {text[:40]!r}, and a run's id looks like run-0123456789abcdef. Restore it from a copy.")
     return text
@@ -104,7 +109,7 @@ class Credentials:
 
     @property
     def fingerprint(self) -> str:
-        """Of the authority: two people can compare it over the telephone."""
+        """Of the authority: the users of two machines can compare it by another channel."""
         return hashlib.sha256(ssl.PEM_cert_to_DER_cert(self.authority)).hexdigest()
 
 
@@ -135,9 +140,14 @@ def _new_key() -> tuple[Any, str]:
     return key, key.private_bytes(serial.Encoding.PEM, serial.PrivateFormat.PKCS8, serial.NoEncryption()).decode()
 
 
-def _sign(run_id: str, name: str, key: Any, signer: Any, authority: Any = None, *, serves: bool = False) -> str:
-    """The certificate of this key, in PEM. Without an authority it is one. Only a certificate that `serves` identifies the run to
-    its clients: a join file cannot pose as the run."""
+def server_name(run_id: str, identity: str = "") -> str:
+    """Under which a gateway is known: the run's own, or the standby of the machine with this identity."""
+    return f"{identity}.{run_id}" if identity else run_id
+
+
+def _sign(run_id: str, name: str, key: Any, signer: Any, authority: Any = None, *, serves: str = "") -> str:
+    """The certificate of this key, in PEM. Without an authority it is one. Only a certificate that `serves` under a server name
+    identifies a gateway to its clients, and under no other name: a machine with a join file is not taken for the run's gateway."""
     x509, oid = _library("x509"), _library("x509.oid")
     names = {oid.NameOID.ORGANIZATION_NAME: run_id, oid.NameOID.COMMON_NAME: name}
     own = x509.Name([x509.NameAttribute(kind, text) for kind, text in names.items()])
@@ -168,7 +178,7 @@ def _sign(run_id: str, name: str, key: Any, signer: Any, authority: Any = None, 
         usages = [oid.ExtendedKeyUsageOID.CLIENT_AUTH, *([oid.ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=True)
     if serves:
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(run_id)]), critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(serves)]), critical=False)
     signed = builder.sign(signer, _library("hazmat.primitives.hashes").SHA256())
     pem: bytes = signed.public_bytes(_library("hazmat.primitives.serialization").Encoding.PEM)
     return pem.decode()
@@ -185,6 +195,7 @@ class RunSecrets:
     authority_key: str = field(repr=False)
     invited: Mapping[str, str] = field(default_factory=dict)  # ids of join files, and when they were written
     revoked: tuple[str, ...] = ()
+    standbys: Mapping[str, str] = field(default_factory=dict)  # ids of join files that allow standing by, and their addresses
 
     @staticmethod
     def create(folder: Path) -> RunSecrets:
@@ -196,13 +207,16 @@ class RunSecrets:
     def read(folder: Path) -> RunSecrets:
         """Raises ConfigError if there are none, or they cannot be read."""
         path = _path(folder)
+        with suppress(OSError):  # which the reading explains
+            _refuse_public(path)
+            _warn_of_readers(path, stat.S_IMODE(path.stat().st_mode) & 0o077)
         try:
-            record = json.loads(path.read_text("utf-8"))
+            record = read_record(path)
             credentials = Credentials(**record.pop("credentials"))
             found = RunSecrets(credentials, **{**record, "revoked": tuple(record["revoked"])})
         except FileNotFoundError as error:
             raise ConfigError(f"{folder} has no {path.relative_to(folder)}: no machine has been admitted to it yet.") from error
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"{path} cannot be read ({type(error).__name__}: {error}). Restore it from a copy, or remove it: the next start "
                 f"of the run then writes a new one, and every join file has to be written anew."
@@ -212,16 +226,20 @@ class RunSecrets:
         return found
 
     @staticmethod
-    def invite(folder: Path, addresses: tuple[str, ...]) -> JoinFile:
-        """A new join file for these addresses of the run."""
+    def invite(folder: Path, addresses: tuple[str, ...], standby: str = "") -> JoinFile:
+        """A new join file for these addresses of the run, and for those of its standbys. With `standby`, an address, it allows its
+        machine to run a standby rendezvous there."""
         with _locked(folder):
             stored, identity = RunSecrets._stored(folder), secrets.token_hex(6)
             key, pem = _new_key()
-            certificate = _sign(stored.credentials.run_id, identity, key, *stored._signer())
+            run_id = stored.credentials.run_id
+            certificate = _sign(run_id, identity, key, *stored._signer(), serves=server_name(run_id, identity) if standby else "")
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            replace(stored, invited={**stored.invited, identity: now})._save(folder)
+            standbys = {**stored.standbys, **({identity: standby} if standby else {})}
+            replace(stored, invited={**stored.invited, identity: now}, standbys=standbys)._save(folder)
         credentials = replace(stored.credentials, identity=identity, certificate=certificate, key=pem)
-        return JoinFile(credentials, addresses, version("atoll"))
+        others = (f"{one}@{where}" for one, where in stored.standbys.items() if one not in stored.revoked)
+        return JoinFile(credentials, (*addresses, *others), version("atoll"), standby)
 
     @staticmethod
     def revoke(folder: Path, identity: str) -> None:
@@ -241,7 +259,7 @@ class RunSecrets:
 
     @staticmethod
     def _stored(folder: Path) -> RunSecrets:
-        if not _path(folder).exists():
+        if not os.path.lexists(_path(folder)):
             RunSecrets._new(run_id_of(folder))._save(folder)
         return RunSecrets.read(folder)
 
@@ -251,7 +269,7 @@ class RunSecrets:
         authority = _sign(run_id, "authority", authority_key, authority_key)
         key, pem = _new_key()
         signer = authority_key, _library("x509").load_pem_x509_certificate(authority.encode())
-        certificate = _sign(run_id, MACHINE, key, *signer, serves=True)
+        certificate = _sign(run_id, MACHINE, key, *signer, serves=server_name(run_id))
         return RunSecrets(Credentials(run_id, MACHINE, authority, certificate, pem), authority_pem)
 
     def _signer(self) -> tuple[Any, Any]:
@@ -263,13 +281,28 @@ class RunSecrets:
         path = _path(folder)
         unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
         try:
-            _write(unfinished, json.dumps(asdict(self), indent=1), 0o600)
+            _write(unfinished, sealed(asdict(self)), 0o600)
             os.replace(unfinished, path)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}. Make room or get access there.") from error
         finally:
             unfinished.unlink(missing_ok=True)
         sync_folder(path.parent)
+
+
+@lru_cache
+def _refuse_public(path: Path) -> None:
+    """Refuse keys that all users of the machine have access to, before this process has read them. A run that has begun goes on."""
+    if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o007:
+        raise ConfigError(f"{path} can be read by other users (mode {mode:o}), and it holds keys: chmod 600 {path}.")
+
+
+@lru_cache
+def _warn_of_readers(path: Path, readers: int) -> None:
+    """Warn once. A volume may give its group access to all files whenever it is mounted, as with Kubernetes' fsGroup."""
+    if readers:
+        who = "other users have" if readers & 0o007 else "its group has"
+        warnings.warn(f"{path} holds keys, and {who} access to it: chmod 600 {path}.", stacklevel=2)
 
 
 def _path(folder: Path) -> Path:
@@ -299,18 +332,20 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class JoinFile:
-    """Admits the machine that has it to a run: the run's addresses, and credentials of its own."""
+    """Admits the machine that has it to a run: addresses of gateways, and credentials of its own. The address of a standby has the
+    form ID@HOST:PORT."""
 
     credentials: Credentials
     addresses: tuple[str, ...]
     atoll: str  # the version that wrote it
+    standby: str = ""  # where other machines dial a standby rendezvous of this machine, which the file allows
 
     def write(self, path: Path) -> None:
         """Create this file, which only its owner can read."""
         record = {"format": _JOIN_FORMAT, "atoll": self.atoll, "fingerprint": self.credentials.fingerprint}
-        text = json.dumps({**record, "addresses": self.addresses, "credentials": asdict(self.credentials)}, indent=1)
+        text = sealed({**record, "addresses": self.addresses, "standby": self.standby, "credentials": asdict(self.credentials)})
         try:
-            _create(path, f"{text}\n", 0o600)
+            _create(path, text, 0o600)
         except FileExistsError as error:
             raise ConfigError(f"--out {path} exists already. Give a new file.") from error
         except OSError as error:
@@ -332,14 +367,14 @@ class JoinFile:
         if mode & 0o077:
             raise ConfigError(f"--join {path} can be read by other users (mode {mode:o}), and it holds a key: chmod 600 {path}.")
         try:
-            record = json.loads(text)
+            record = unsealed(text)
             if (record["format"], record["atoll"]) != (_JOIN_FORMAT, version("atoll")):
                 raise ConfigError(
                     f"--join {path} is of atoll {record['atoll']}, and this is atoll {version('atoll')}. All islands of a run need "
                     f"the same version: install {record['atoll']} here."
                 )
-            addresses, given = tuple(record["addresses"]), record["credentials"]
-            if not addresses or not all(isinstance(one, str) for one in (*addresses, *given.values())):
+            addresses, given, standby = tuple(record["addresses"]), record["credentials"], record["standby"]
+            if not addresses or not all(isinstance(one, str) for one in (*addresses, standby, *given.values())):
                 raise ValueError("its addresses and credentials are texts")
             credentials = Credentials(**given)
             if credentials.fingerprint != record["fingerprint"] or not _RUN_ID.fullmatch(credentials.run_id):
@@ -350,4 +385,4 @@ class JoinFile:
                 f"--join {path} is no join file, or damaged ({type(error).__name__}: {error}). Write one with `atoll invite DIR` "
                 f"on the machine that has the run's folder, and copy it."
             ) from error
-        return JoinFile(credentials, addresses, record["atoll"])
+        return JoinFile(credentials, addresses, record["atoll"], standby)

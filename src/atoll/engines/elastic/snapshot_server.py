@@ -2,11 +2,11 @@
 
 A status query is answered by one line of JSON. A snapshot is one line of JSON that describes the tensors, the tensors as they lie
 in memory, and their checksum. The receiver runs nothing that it receives, and takes memory only for tensors that it expects.
-Queries name the run; those of another run get no answer. A snapshot that is being read keeps its buffers: the island asks
-`has_readers` before it reuses them.
+Every query ends with the run's id; those of another run get no answer. A snapshot that is being read keeps its buffers: the island
+asks `has_readers` before it reuses them.
 
-A connection that begins with `exchange KEY RANK` is kept for the exchange of that key. With `relay NAME` before it, a status query
-or an exchange is passed on to the member of that name: for islands that cannot reach each other.
+A connection that begins with `exchange KEY RANK RUN` is kept for the exchange of that key. With `relay NAME` before it, a status
+query or an exchange is passed on to the member of that name: for islands that cannot reach each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,11 +31,10 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.engines.elastic.direct_network import QUERY_S, DirectNetwork
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.socket_transport import AcceptedConnections, splice
+from atoll.engines.socket_transport import AcceptedConnections, receive_line, splice
 
-QUERY_S = 1.0
-"""How long a status query may take."""
 SILENT_S = 6.0
 """An island that answers no query for so long is taken for dead."""
 MAX_CONNECTIONS, MAX_WITHOUT_QUERY = 512, 64
@@ -46,7 +45,7 @@ _HEADER_LIMIT_BYTES, _STATUS_LIMIT_BYTES = 64 << 20, 1 << 20
 _QUERY_LIMIT_BYTES = 512
 _MOST_RELAYS = 64
 _EXCHANGE = re.compile(rb"exchange ([0-9a-f]{8,64}) ([0-9]{1,5})")
-_RELAY = re.compile(rb"relay (\S+) (status(?: [\w-]{1,64})?|exchange [0-9a-f]{8,64} [0-9]{1,5})")
+_RELAY = re.compile(rb"relay (\S+) (status|exchange [0-9a-f]{8,64} [0-9]{1,5})")
 
 
 class IslandPhase(StrEnum):
@@ -71,7 +70,7 @@ class IslandStatus:
     process: str = ""  # its identity: a restarted island of the same name has another
     exchanging: bool = field(init=False, default_factory=bool)  # whether a newer state may be committed at any moment
     has_copy: bool = field(init=False, default_factory=bool)  # whether its folder is a copy of its own, which it alone writes
-    standby: str = field(init=False, default_factory=str)  # the addresses of registry and lighthouse of a rendezvous that it runs
+    standby: str = field(init=False, default_factory=str)  # a rendezvous that it runs: REGISTRY LIGHTHOUSE, or ID@GATEWAY
     waiting: str = field(init=False, default_factory=str)  # why it does not commit; shown on the console of its machine
 
     @property
@@ -119,53 +118,6 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class DirectNetwork:
-    """How one island reaches its run and the other islands, where each of them listens on an address that this one can dial.
-
-    Args:
-        host: of this machine, as other islands dial it.
-        registry, lighthouse: addresses of the run's servers.
-        run_id: with which queries and answers are marked; "" marks none.
-    """
-
-    def __init__(self, host: str, registry: str = "", lighthouse: str = "", run_id: str = "") -> None:
-        self.host, self.registry, self.lighthouse, self.run_id = host, registry, lighthouse, run_id
-
-    def address_of(self, port: int) -> str:
-        """What other islands dial to reach a port of this one."""
-        return f"{self.host}:{port}"
-
-    def is_trusted(self, address: str) -> bool:
-        """Whether connections to this address need neither authentication nor encryption."""
-        return True
-
-    def dial(self, address: str, limit_s: float) -> socket.socket:
-        """A connection to an island, whose operations time out after the limit. Raises OSError."""
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ConnectionError(f"{address[:80]!r} is not HOST:PORT")
-        return socket.create_connection((host, int(port)), timeout=limit_s)
-
-    def refuses(self, address: str) -> bool:
-        """Whether this address is of this machine, whose kernel says that no process listens there. A refusal of another machine
-        proves nothing: a firewall or a proxy may have sent it."""
-        if address.rpartition(":")[0] != self.host:
-            return False
-        try:
-            DirectNetwork.dial(self, address, QUERY_S).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            pass
-        return False
-
-    def serve(self, adopt: Callable[[socket.socket], object]) -> None:
-        """Pass connections on that reach this island by another way than its own port."""
-
-    def close(self) -> None:
-        pass
-
-
 _DIRECT = DirectNetwork("")
 
 
@@ -187,29 +139,28 @@ class SnapshotServer:
         self._readers = 0
         self.accepted = AcceptedConnections()
         """Connections of other members, for exchanges of this island."""
-        self.routes: Mapping[str, str] = {}
+        self._routes, self._routed = dict[str, str](), threading.Condition()
         """The addresses of the islands to which this one relays, by name."""
         self._relays, self._limit_s = threading.Semaphore(_MOST_RELAYS), limit_s
         server = self
 
         class Handler(socketserver.StreamRequestHandler):
-            timeout = min(_FIRST_LINE_S, limit_s)
-            rbufsize = 0  # nothing beyond the line is read: an exchange goes on with the socket
+            timeout = limit_s
 
             def handle(self) -> None:
                 with suppress(OSError, ConfigError):  # the client has gone, or no gateway relays
-                    query = self.rfile.readline(_QUERY_LIMIT_BYTES).strip()
+                    line = receive_line(self.request, _QUERY_LIMIT_BYTES, min(_FIRST_LINE_S, limit_s)).strip()
                     server._server.has_query(self.request)
-                    self.connection.settimeout(limit_s)
-                    if query == b"snapshot" + run:
+                    query = line[: len(line) - len(run)] if line.endswith(run) else b""
+                    if query == b"snapshot":
                         server._send(self.wfile.write)
-                    elif query == b"status" + run:
+                    elif query == b"status":
                         self.wfile.write(json.dumps(status()).encode() + b"\n")
                     elif exchange := _EXCHANGE.fullmatch(query):
                         if server.accepted.add(exchange[1].decode(), int(exchange[2]), self.request):
                             server._server.kept.add(self.request)
                     elif relay := _RELAY.fullmatch(query):
-                        server._relay(self.request, relay[1].decode(errors="replace"), relay[2])
+                        server._relay(self.request, relay[1].decode(errors="replace"), relay[2] + run)
 
         self._server = _TcpServer((host, 0), Handler)
         self.address = f"{host}:{self._server.server_address[1]}"
@@ -253,12 +204,27 @@ class SnapshotServer:
             with self._lock:
                 self._readers -= 1
 
+    @property
+    def routes(self) -> Mapping[str, str]:
+        """The addresses of the other members of the last quorum, by name."""
+        return self._routes
+
+    @routes.setter
+    def routes(self, addresses: Mapping[str, str]) -> None:
+        with self._routed:
+            self._routes = dict(addresses)
+            self._routed.notify_all()
+
     def _relay(self, client: socket.socket, name: str, line: bytes) -> None:
-        """Pass a query, and all that follows it, on to the member of this name. Islands that are no members are not dialled."""
-        address = self.routes.get(name)
-        if address is None or not self._relays.acquire(blocking=False):
+        """Pass a query, and all that follows it, on to the member of this name. Islands that are no members are not dialled. The
+        island that asks may know a new quorum earlier than this one: then the query waits for it."""
+        if not self._relays.acquire(blocking=False):
             return
         try:
+            with self._routed:
+                if not self._routed.wait_for(lambda: name in self._routes, QUERY_S / 2):
+                    return
+                address = self._routes[name]
             with self._network.dial(address, min(self._limit_s, QUERY_S)) as member:
                 member.sendall(line + b"\n")
                 splice(client, member)
@@ -302,16 +268,23 @@ class _TcpServer(socketserver.ThreadingTCPServer):
                     socket.socket.shutdown(self._without_query.popleft(), socket.SHUT_RDWR)  # its thread ends
         if full:
             request.close()
-        else:
+            return
+        try:
             super().process_request(request, client_address)
+        except RuntimeError:  # this process has no thread left
+            self._ended(request)
+            request.close()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.has_query(request)
-            with self._counting:
-                self._open -= 1
+            self._ended(request)
+
+    def _ended(self, request: Any) -> None:
+        self.has_query(request)
+        with self._counting:
+            self._open -= 1
 
     def has_query(self, request: Any) -> None:
         """This connection has sent its query, or has ended."""
@@ -323,11 +296,10 @@ class _TcpServer(socketserver.ThreadingTCPServer):
 
 
 @contextmanager
-def _request(network: DirectNetwork, address: str, query: str, limit_s: float) -> Iterator[Any]:
+def _request(network: DirectNetwork, address: str, query: str, limit_s: float) -> Iterator[socket.socket]:
     with network.dial(address, limit_s) as connection:
         connection.sendall(f"{query} {network.run_id}".strip().encode() + b"\n")
-        with connection.makefile("rb") as file:
-            yield file
+        yield connection
 
 
 def query_status(
@@ -336,8 +308,8 @@ def query_status(
     """The status of the island of this name at this address; None if it does not answer within the limit, or another process that
     has taken over its port does. With `relayed`, the address is of an island that passes the query on."""
     try:
-        with _request(network, address, f"relay {name} status" if relayed else "status", limit_s) as file:
-            status = IslandStatus.from_text(file.readline(_STATUS_LIMIT_BYTES))
+        with _request(network, address, f"relay {name} status" if relayed else "status", limit_s) as connection:
+            status = IslandStatus.from_text(receive_line(connection, _STATUS_LIMIT_BYTES, limit_s, _STATUS_LIMIT_BYTES))
     except (OSError, ConfigError):  # the gateway may refuse this island
         return None
     return status if status is not None and (status.name, status.run) == (name, network.run_id) else None
@@ -351,18 +323,22 @@ def query_islands(addresses: Mapping[str, str], limit_s: float, network: DirectN
 
 
 def fetch_snapshot(
-    address: str, limit_s: float, network: DirectNetwork = _DIRECT, expected: Mapping[str, Tensor] | None = None
+    address: str,
+    limit_s: float,
+    network: DirectNetwork = _DIRECT,
+    expected: Mapping[str, Tensor] | None = None,
+    moments_of: Sequence[Tensor] = (),
 ) -> Snapshot | None:
     """The snapshot that the island at this address serves; None if it serves none. Raises ExchangeFailed if the island does not
-    answer, or the snapshot is damaged or has other tensors than those `expected`."""
+    answer, or the snapshot is damaged or has other tensors than those `expected` and moments of these weights."""
     try:
-        with _request(network, address, "snapshot", limit_s) as file:
-            return _receive(file, expected)
+        with _request(network, address, "snapshot", limit_s) as connection, connection.makefile("rb") as file:
+            return _receive(file, expected, moments_of)
     except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RecursionError, ConfigError) as error:
         raise ExchangeFailed(f"no snapshot could be fetched from {address}: {error}. Another island may have it.") from error
 
 
-def _receive(file: Any, expected: Mapping[str, Tensor] | None) -> Snapshot | None:
+def _receive(file: Any, expected: Mapping[str, Tensor] | None, moments_of: Sequence[Tensor]) -> Snapshot | None:
     line = file.readline(_HEADER_LIMIT_BYTES)
     if not line.endswith(b"\n"):
         raise EOFError("it ended in its first line")
@@ -373,7 +349,7 @@ def _receive(file: Any, expected: Mapping[str, Tensor] | None) -> Snapshot | Non
         return None
     kinds = {str(name): (_dtype(dtype), tuple(map(_length, shape))) for name, (dtype, shape) in description["tensors"].items()}
     if expected is not None:
-        _check_kinds(kinds, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in expected.items()})
+        _check_kinds(kinds, {name: _kind(tensor) for name, tensor in expected.items()}, [*map(_kind, moments_of)])
     tensors, checksum = {}, 0
     for name, (dtype, shape) in kinds.items():
         tensor = tensors[name] = torch.empty(shape, dtype=dtype)
@@ -389,15 +365,20 @@ def _receive(file: Any, expected: Mapping[str, Tensor] | None) -> Snapshot | Non
 _Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
-def _check_kinds(given: Mapping[str, _Kind], expected: Mapping[str, _Kind]) -> None:
+def _kind(tensor: Tensor) -> _Kind:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _check_kinds(given: Mapping[str, _Kind], expected: Mapping[str, _Kind], moments: Sequence[_Kind]) -> None:
     """Refuse tensors that this run's model and algorithm do not have, before memory is taken for them. A rule's state may grow by
-    tensors of the model's shapes."""
+    tensors of the model's shapes, and moments have the shapes of single weights, or count steps."""
+    more = {*expected.values(), *moments, (torch.float32, ())} if moments else {*expected.values()}
     for name, kind in given.items():
-        if kind != expected[name] if name in expected else kind not in expected.values():
+        if kind != expected[name] if name in expected else kind not in more:
             raise ValueError(f"its tensor {name[:80]!r} is {_text(kind)}, and this run has {_text(expected.get(name))}")
     if missing := [name for name in expected if name not in given]:
         raise ValueError(f"it lacks {', '.join(missing[:3])}")
-    if len(given) > 4 * len(expected):
+    if len(given) > 4 * (len(expected) + len(moments)):
         raise ValueError(f"it has {len(given)} tensors, and this run {len(expected)}")
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import OrInfinite, Timeout, hints_of, shown_text
 from atoll.core.errors import ConfigError, one_line
 from atoll.core.verified_files import parse_json
-from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
+from atoll.engines.network_interfaces import is_loopback
+from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec, is_dialled as is_dialled
 from atoll.runs.run_settings import Run
 from atoll.runs.validation import check_devices_share_batch
 
-_HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-"""An IPv4 address or a name. Whether it can be resolved is seen when it is used."""
-_PORT = re.compile(r"[0-9]{1,5}")
+LEAST_WINDOW_S = 2.0
+"""The shortest window of a quorum. An island that has to wait asks again after up to 1 s, and shorter windows would miss it."""
 NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 """Names of islands: they are parts of addresses and of ids."""
 
@@ -68,8 +67,7 @@ class Elastic(ProcessSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        host, port = self.host, self.listen.rpartition(":")[2]
-        is_address = bool(_HOST.fullmatch(host)) and bool(_PORT.fullmatch(port)) and int(port) < 1 << 16
+        host, is_address = self.host, is_dialled(self.listen, least_port=0)
         connects = "islands connect to this address, so it must be one that this machine has, such as 192.0.2.7, or its name"
         dialled = "other machines dial HOST:PORT, such as 203.0.113.5:7000. Set engine.advertise to addresses like that"
         stalls = "at least 0.5, since islands send ten heartbeats a second. Leave it out for 1, or raise it for links that stall"
@@ -115,9 +113,10 @@ class Elastic(ProcessSpec):
             )
         if not getattr(run.algorithm, "averages_once", True):
             raise ConfigError(
-                f"{run.algorithm} with --engine elastic: a commit is one mean of deltas. Use merge=mean and moments=own, or "
-                f"--engine processes."
+                f"{run.algorithm} with --engine elastic: a commit is one mean of deltas. Use merge=mean and moments=own of DiLoCo, "
+                f"or Streaming, or --engine processes."
             )
+        self._check_quorum(run)
         if run.resolved.train.precision == "all-bf16":
             raise ConfigError(
                 "train.precision=all-bf16 with --engine elastic: deltas are differences of fp32 weights. Use bf16 or fp32."
@@ -125,27 +124,26 @@ class Elastic(ProcessSpec):
         check_devices_share_batch(run, self.devices)
         return self.on_processes(run, self.processes or run.cluster.islands)
 
+    def _check_quorum(self, run: Run) -> None:
+        quorum, islands, algorithm = quorum_of(run), self.processes or run.cluster.islands, cast("Any", run.algorithm)
+        if quorum is None or quorum >= islands:
+            return
+        if 2 * quorum <= islands:
+            raise ConfigError(
+                f"algorithm.quorum={quorum} of {islands} islands with --engine elastic: only a majority of them commits. Use "
+                f"algorithm.quorum={islands // 2 + 1} or more."
+            )
+        if algorithm.late != "dropped":
+            raise ConfigError(
+                f"algorithm.late={algorithm.late} with --engine elastic: an island that a commit left out fetches the state, "
+                f"and another trains on its data. Use algorithm.late=dropped."
+            )
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches this address.
 
-    >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("192.0.2.7"), is_loopback("box.example")
-    (True, True, False, False)
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def is_dialled(address: str) -> bool:
-    """Whether this is HOST:PORT.
-
-    >>> [is_dialled(one) for one in ("192.0.2.7:7000", "box.example:1", "box.example", "box:0", "::1:7000")]
-    [True, True, False, False, False]
-    """
-    host, _, port = address.rpartition(":")
-    return bool(_HOST.fullmatch(host)) and bool(_PORT.fullmatch(port)) and 0 < int(port) < 1 << 16
+def quorum_of(run: Run) -> int | None:
+    """The deltas that a round waits for; None: those of all islands."""
+    quorum: int | None = getattr(getattr(run, "algorithm", None), "quorum", None)
+    return quorum
 
 
 def check_address(address: str) -> None:
@@ -178,6 +176,13 @@ class JoinInfo:
         `address` has published."""
         here = (address, self.lighthouse)
         return (here,) if self.first is None or self.first == here else (self.first, here)
+
+    @property
+    def straggler_s(self) -> float:
+        """How long the lighthouse waits for islands that are alive, after the first that asks for a quorum."""
+        quorum, run = quorum_of(self.run), cast("Any", self.run)
+        waits_for_all = quorum is None or quorum >= run.effective_cluster.islands
+        return self.spec.quorum_timeout_s if waits_for_all else max(LEAST_WINDOW_S, run.algorithm.grace_s)
 
     @staticmethod
     def former(path: Path) -> JoinInfo | None:
@@ -220,9 +225,11 @@ class JoinInfo:
 def check_same_origin(own: Mapping[str, str | None], other: Mapping[str, str | None], name: str) -> None:
     """Refuse to train with the island of this name unless settings, data and versions are the same: other data would be counted
     twice, and other versions compute other bits."""
-    for key, label in (("run", "settings"), ("data", "data"), ("atoll", "version of atoll"), ("torch", "version of torch")):
-        if own[key] != other.get(key):
+    labels = {"run": "settings", "data": "data", "code": "workload's file"}
+    for key, label in {**labels, "atoll": "version of atoll", "torch": "version of torch"}.items():
+        mine, theirs = own.get(key), other.get(key)
+        if mine != theirs:
             raise ConfigError(
-                f"the {label} of this island ({own[key]}) and of {name} ({other.get(key)}) differ. All islands of a run need the "
-                f"same. Copy them from {name}."
+                f"the {label} of this island ({mine}) and of {name} ({theirs}) differ. All islands of a run need the same. "
+                f"Copy them from {name}."
             )

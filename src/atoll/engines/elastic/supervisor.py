@@ -7,49 +7,41 @@ others go on; the run ends when no island is left. While the disk is full it giv
 
 from __future__ import annotations
 
-import os
-import random
 import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed, is_disk_full
 from atoll.core.events import read_event
 from atoll.core.protocols import Sink
 from atoll.core.verified_files import write_text
-from atoll.engines.elastic.leader_event_log import QUORUM_FILE, WARNING
-from atoll.engines.elastic.membership import new_process
-from atoll.engines.elastic.rendezvous import RegistryClient, free_port
+from atoll.engines.elastic.gateway_client import machine_client
+from atoll.engines.elastic.leader_event_log import QUORUM_FILE
+from atoll.engines.elastic.rendezvous import ENDS_KEPT, RegistryClient
+from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.run_identity import run_id_of
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.liveness import PEER_MISSING, Heartbeat, append_log_line, last_error, last_lines, rotate_log
+from atoll.engines.elastic.supervised_process import BACKOFF, Child
+from atoll.engines.liveness import Heartbeat, append_log_line, last_error, last_lines, rotate_log
+from atoll.engines.network_interfaces import free_port
 from atoll.engines.run_lifecycle import RunTask
 from atoll.runs.folder import RunFolder
+from atoll.telemetry.event_log import explained
 from atoll.telemetry.sinks import Fanout
 from atoll.telemetry.units import human_bytes
 
 _POLL_S = 0.05
-_QUIET = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""torchft logs every quorum, and torch every store that is away."""
 _SHUTDOWN_S = 5.0
 """Processes that were asked to end are killed after this time."""
-REFUSED, STATELESS = 2, 4
-"""Exit codes: of a process that refuses its task, and of an island that found no state to start from, or none that it can read."""
-_REPORT_S, _REPORTED = 0.3, 256
-"""How often the ends of islands are reported, and how many of each."""
-_MAX_EARLY_DEATHS, _EARLY_S = 5, 10.0
-"""A process that dies this often in a row, each time this soon after its start, is not restarted."""
-_PROBE_S = 1.0
-"""Between two requests to the rendezvous."""
+_REPORT_S = 0.3
+"""How often the ends of islands are reported."""
 _LOOK_S = 2.0
 """Between two looks at the disk and at the processes' logs."""
 _REPEAT_S = 60.0
@@ -88,179 +80,6 @@ class ProcessHooks:
         """Called in every iteration of the supervisor's loop, with the running processes by name."""
 
 
-@dataclass
-class Child:
-    """A process that the supervisor keeps alive."""
-
-    name: str
-    command: Sequence[str]
-    log: Path  # of its output
-    is_island: bool = False
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    processes: list[str] = field(default_factory=list, init=False)  # identities of an island's processes so far
-    starts: int = field(default=0, init=False)
-    started_s: float = field(default=0.0, init=False)  # the last time
-    early_deaths: int = field(default=0, init=False)  # in a row
-    deaths: int = field(default=0, init=False)  # in a row, each after a short life
-    restart_s: float | None = field(default=None, init=False)  # when the dead process is restarted
-    killed_for_memory: int = field(default=0, init=False)  # processes of this machine, when this one was started
-    read_bytes: int = field(default=0, init=False)  # of its log
-    given_up: str = field(default="", init=False)  # the reason why it is not restarted
-
-    def release(self) -> None:
-        """Close the pipe to the present process. If it is still alive, it ends."""
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
-
-    def start(self) -> None:
-        self.release()
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        if not self.starts and self.log.exists():
-            self.read_bytes = self.log.stat().st_size  # the warnings of an earlier run were shown then
-        process = new_process(self.name)
-        command = [*self.command, "--process", process] if self.is_island else self.command
-        with open(self.log, "ab") as log:
-            # Its input is a pipe that the supervisor never writes to: it ends when the supervisor does, however that may be.
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env={**_QUIET, **os.environ}
-            )
-        self.processes.append(process)
-        self.starts += 1
-        self.started_s, self.restart_s = time.monotonic(), None
-        self.killed_for_memory = _killed_for_memory()
-
-    @property
-    def exit_code(self) -> int | None:
-        return self.process.poll() if self.process is not None else None
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process is not None and self.exit_code is None
-
-    def cause_of_death(self) -> str:
-        """The signal or the exit code, in words."""
-        code = self.exit_code or 0
-        if code < 0:
-            memory = code == -signal.SIGKILL and _killed_for_memory() > self.killed_for_memory
-            return f"by {signal.Signals(-code).name}" + (", as the kernel does when memory runs out" if memory else "")
-        return f"exit code {code}"
-
-    def plan_restart(self, *, alone: bool, disk_full: bool = False) -> None:
-        """Decide when the dead process is restarted, or give it up where a restart is of no use. `alone`: no other island is alive
-        that may have the state, though it does not answer at the moment."""
-        code, now_s = self.exit_code, time.monotonic()
-        lived_s = now_s - self.started_s
-        if (code != STATELESS or alone) and not disk_full:
-            self.early_deaths = self.early_deaths + 1 if lived_s < _EARLY_S else 0
-        if not disk_full and (code == REFUSED or (code == STATELESS and alone) or self.early_deaths >= _MAX_EARLY_DEATHS):
-            self.given_up = last_error(self.log) or f"see {self.log}"
-            return
-        backoff = EVICTED_BACKOFF if code == PEER_MISSING else BACKOFF
-        self.deaths = self.deaths + 1 if lived_s < backoff.reset_s else 1
-        self.restart_s = now_s + backoff.delay_s(self.deaths)
-
-    def new_warnings(self) -> list[str]:
-        """The lines for the console that the process has logged since the last call."""
-        size = self.log.stat().st_size if self.log.exists() else 0
-        start, self.read_bytes = (self.read_bytes if self.read_bytes <= size else 0), size
-        if start == size:
-            return []
-        with self.log.open("rb") as log:
-            log.seek(start)
-            lines = log.read(size - start).decode("utf-8", errors="replace").splitlines()
-        return [text.removeprefix(WARNING) for line in lines if (text := line.partition(" ")[2]).startswith(WARNING)]
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """How long a process that died waits for its restart. The delay doubles with every death that follows a life of less than
-    `reset_s`. It is drawn at random from its upper half, so that processes that died together are not restarted together."""
-
-    first_s: float  # of the first death
-    second_s: float
-    longest_s: float
-    reset_s: float
-
-    def delay_s(self, deaths: int) -> float:
-        """After so many deaths in a row.
-
-        >>> [Backoff(0.0, 1.0, 30.0, 60.0).longest_delay_s(deaths) for deaths in (1, 2, 3, 4, 9, 5000)]
-        [0.0, 1.0, 2.0, 4.0, 30.0, 30.0]
-        """
-        return self.longest_delay_s(deaths) * random.uniform(0.5, 1.0)
-
-    def longest_delay_s(self, deaths: int) -> float:
-        return self.first_s if deaths <= 1 else min(self.second_s * 2.0 ** min(deaths - 2, 60), self.longest_s)
-
-
-BACKOFF = Backoff(first_s=0.0, second_s=1.0, longest_s=30.0, reset_s=60.0)
-EVICTED_BACKOFF = Backoff(first_s=5.0, second_s=10.0, longest_s=300.0, reset_s=600.0)
-"""Of an island that was evicted, or that finds no quorum: each time it joins, the others wait for it until they evict it again."""
-
-
-def _killed_for_memory() -> int:
-    """How many processes of this machine the kernel has killed for lack of memory."""
-    with suppress(OSError, ValueError), open("/proc/vmstat", encoding="ascii") as counters:
-        return next((int(line.split()[1]) for line in counters if line.startswith("oom_kill ")), 0)
-    return 0
-
-
-class RendezvousHealth:
-    """Asks the lighthouse and the registry once a second whether they answer, in a thread of its own. A stopped process closes no
-    connection, so only an answer shows that it works. Times are those of requests, not of this process, which may be stopped too.
-
-    Args:
-        lighthouse, registry: their addresses, HOST:PORT.
-        limit_s: for an answer.
-        attempts: requests in a row without an answer, after which the rendezvous hangs.
-        start_s: a new process may take this long until its first answer, if a former one answered at all: this process may be on
-            a network that does not reach them.
-    """
-
-    def __init__(self, lighthouse: str, registry: str, *, limit_s: float = 1.5, attempts: int = 3, start_s: float = 120.0) -> None:
-        self._lighthouse, self._registry, self._limit_s = lighthouse, registry, limit_s
-        self._attempts, self._start_s, self._reachable = attempts, start_s, False
-        self.restarted()
-        self._thread = Heartbeat(lambda number: self._probe(), interval_s=_PROBE_S)
-
-    def restarted(self) -> None:
-        """A new process has been started."""
-        self._process, self._failed, self._answered, self._started_s = object(), 0, False, time.monotonic()
-
-    @property
-    def hangs(self) -> bool:
-        if not self._answered:
-            return self._reachable and time.monotonic() - self._started_s > self._start_s
-        return self._failed >= self._attempts
-
-    def _probe(self) -> None:
-        process = self._process
-        answers = self._lighthouse_answers() and self._registry_answers()
-        if process is self._process:  # else the answer is the former process's
-            self._answered, self._failed = self._answered or answers, 0 if answers else self._failed + 1
-            self._reachable = self._reachable or answers
-
-    def _lighthouse_answers(self) -> bool:
-        host, _, port = self._lighthouse.rpartition(":")
-        try:
-            with socket.create_connection((host, int(port)), timeout=self._limit_s) as connection:
-                # Any answer will do: this path does not exist.
-                connection.sendall(f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-                return bool(connection.recv(1))
-        except OSError:
-            return False
-
-    def _registry_answers(self) -> bool:
-        try:
-            RegistryClient(self._registry).join_info()
-        except ExchangeFailed:
-            return False
-        return True
-
-    def close(self) -> None:
-        self._thread.close()
-
-
 class Supervisor:
     """Keeps the processes of an elastic run alive. Its spec has the number of islands and the port. The sink receives the events as
     they appear in the log."""
@@ -285,16 +104,18 @@ class Supervisor:
         former = JoinInfo.former(join_info)
         # A gateway leads to these two: they listen on loopback.
         local = "127.0.0.1" if spec.secured else host
-        lighthouse = _kept(former.lighthouse if former else "", local)
-        registry = _kept(former.registry if former else "", local, but=lighthouse) if spec.secured else ""
+        lighthouse = _kept(former.lighthouse if former else "", local, self.address)
+        registry = _kept(former.registry if former else "", local, self.address, lighthouse) if spec.secured else ""
         write_text(join_info, JoinInfo(task.run, spec, lighthouse, registry, run_id_of(self._folder)).to_text())
         self.rendezvous = self._child("lighthouse", "rendezvous", str(join_info), self.address)
+        own_code = ["--workload", task.code] if task.code else []
         self.islands = [
-            self._child(name, "island", registry or self.address, "--name", name, "--folder", str(self._folder))
+            self._child(name, "island", registry or self.address, "--name", name, "--folder", str(self._folder), *own_code)
             for name in map(island_name, range(spec.processes or task.run.effective_cluster.islands))
         ]
         self._tail = LogTail(self._folder, Fanout([sink, *hooks.sinks]))
         self._lighthouse, self._registry = lighthouse, registry or self.address
+        self._gateway = machine_client(self._folder, self.address, "supervisor") if spec.secured else None
 
     def _child(self, name: str, *arguments: str) -> Child:
         command = [sys.executable, "-m", "atoll", *arguments]
@@ -311,11 +132,12 @@ class Supervisor:
             IslandFailed: no island can be kept alive, or not the rendezvous; or all islands ended before the run was finished. All
                 processes have been stopped.
         """
-        self.health = RendezvousHealth(self._lighthouse, self._registry)
+        self.health = RendezvousHealth(self._lighthouse, self._registry, self._gateway)
         ends = EndReports(self._folder, self._registry, self.islands, self._warn)
         try:
             for child in self._children:
-                child.start()
+                with explained("write", child.log):
+                    child.start()
             while not all(child.exit_code == 0 or child.given_up for child in self.islands):
                 self._step()
                 time.sleep(_POLL_S)
@@ -424,11 +246,11 @@ class DiskSpace:
         return ""
 
 
-def _kept(former: str, host: str, but: str = "") -> str:
-    """The former address of a server if it is free, since islands of other machines look for it there; else another one."""
+def _kept(former: str, host: str, *others: str) -> str:
+    """The former address of a server if it is free, since islands of other machines look for it there; else one unlike `others`."""
     former_host, _, port = former.rpartition(":")
     found = f"{host}:{free_port(host, int(port) if former_host == host else 0)}"
-    return found if found != but else _kept("", host, but)
+    return found if found not in others else _kept("", host, *others)
 
 
 def _stop(children: Sequence[Child]) -> None:
@@ -452,24 +274,31 @@ class EndReports:
 
     def __init__(self, folder: Path, address: str, islands: Sequence[Child], warn: Callable[[str], object]) -> None:
         self._registry, self._islands, self._warn = RegistryClient(address), islands, warn
-        self._path = folder / "processes.txt"
-        self._before = self._path.read_text("utf-8", "replace").split()[-_REPORTED:] if self._path.exists() else []
-        self._written = len(self._before)
+        self._path, self._kept = folder / "processes.txt", max(1, ENDS_KEPT // (1 + len(islands)))
+        self._before = self._path.read_text("utf-8", "replace").split()[-self._kept :] if self._path.exists() else []
+        self._written = self._before
+        self._reported = set[str]()
+        """To the registry that runs now, which cuts old reports."""
+        self._id = secrets.token_hex(8)
         (folder / QUORUM_FILE).unlink(missing_ok=True)  # a run that is resumed begins with the islands that are started now
         self._heartbeat = Heartbeat(lambda number: self._report(), interval_s=_REPORT_S)
 
     def _report(self) -> None:
         started, ended = [*self._before], [*self._before]
         for child in self._islands:
-            processes = child.processes[-_REPORTED:]  # read first: the child may be restarted while its exit code is read
+            processes = child.processes[-self._kept :]  # read first: the child may be restarted while its exit code is read
             started += processes
             ended += processes if child.exit_code is not None else processes[:-1]
         with suppress(CheckpointError):  # on a full disk; the next supervisor cannot report these
-            if len(started) != self._written:
+            if started != self._written:
                 write_text(self._path, "".join(f"{process}\n" for process in started), CheckpointError)
-                self._written = len(started)
+                self._written = started
         with suppress(ExchangeFailed):
-            self._registry.report_ended(ended)
+            if self._registry.is_new_to(self._id):
+                self._reported = set()
+            if new := [process for process in ended if process not in self._reported]:
+                self._registry.report_ended(new)
+                self._reported = {*ended}
             own = {child.name for child in self._islands}.intersection(self._registry.names())
             for name, status in self._registry.statuses(sorted(own)).items():
                 if status.waiting:

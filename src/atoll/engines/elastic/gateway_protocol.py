@@ -1,0 +1,55 @@
+"""What the gateway of a run and its clients send each other: one line of JSON each way, and then the bytes of a stream."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from atoll.core.errors import ConfigError
+from atoll.engines.socket_transport import receive_line
+
+PROTOCOL = 1
+LOOPBACK = "127.0.0.1"
+HANDSHAKE_S = 10.0
+"""The longest that a connection may remain without a certificate."""
+LINE_BYTES = 4096
+LONGEST_WAIT_S = 60.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""Routers forget silent connections, and a machine without power closes none."""
+STREAM = b"\x01"
+Stream: TypeAlias = socket.socket  # plain or TLS
+
+
+class GatewayRefused(ConfigError):
+    """The run's gateway refuses this island for good: it was revoked, or is of another version."""
+
+
+class WrongGateway(ConfigError):
+    """The address belongs to another run, or to the same run with other certificates."""
+
+
+def keep_alive(connection: Stream) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        with suppress(OSError, AttributeError):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def send_line(stream: Stream, **record: Any) -> None:
+    stream.sendall(json.dumps(record).encode() + b"\n")
+
+
+def read_line(stream: Stream, limit_s: float) -> dict[str, Any]:
+    """One JSON object, which must be complete within the limit, and not a byte behind its line."""
+    line = receive_line(stream, LINE_BYTES, limit_s)
+    if not line.endswith(b"\n"):
+        raise ConnectionError(f"the other end closed the connection, or sent more than {LINE_BYTES} bytes")
+    try:
+        record = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError("a line is no JSON object")
+    return record
