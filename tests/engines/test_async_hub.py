@@ -452,7 +452,7 @@ def test_the_hub_survives_a_file_and_continues_in_the_same_way():
     outer = parts["state"].outer
     state = type(parts["state"])(hub.params.copy(), outer._replace(velocity=outer.velocity.copy(), total=outer.total.copy()))
     again = hub_of(algorithm, workers=0)
-    again.from_parts(state, versions, json.loads(json.dumps(parts["plain"])))
+    again.from_parts(state, versions, {}, json.loads(json.dumps(parts["plain"])))
     for now_s, worker in ((5.0, 1), (7.0, 0), (8.0, 2), (9.0, 3), (9.5, 1)):
         assert push(again, worker, 0.1 * now_s, now_s) == push(hub, worker, 0.1 * now_s, now_s)
         assert again.params.same_bits(hub.params)

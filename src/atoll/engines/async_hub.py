@@ -22,10 +22,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from atoll.algorithms.async_scheduler import AbandonedRound, ClosedWindow, Decision, Dispatch, Scheduler
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import WeightLeases
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Task
+from atoll.engines.hub_encoding import decode_weights, encode_weights
 from atoll.optim.in_place import HubStep
 
 
@@ -78,6 +81,10 @@ class AsyncHub:
         self.scheduler = Scheduler(algorithm.plan, examples, updates, draw)
         self.version = 0  # updates applied so far
         self._dispatched = WeightLeases()
+        """Of each worker in a round, the weights it was dispatched with. With a codec it keeps them until its next round."""
+        self._codec = algorithm.plan.codec
+        self.encoded: dict[int, Tensor] = {}
+        """What a worker is sent to have the weights of its round from those of its last one. Others are sent them whole."""
 
     @property
     def params(self) -> Tree:
@@ -93,6 +100,14 @@ class AsyncHub:
         """What a dispatched worker receives."""
         return Task(self._dispatched.leased[dispatch.worker], dispatch.steps, dispatch.work)
 
+    def task_bytes(self, worker: int) -> int:
+        """Bytes of the weights that a dispatched worker receives, as they travel."""
+        return self.encoded[worker].nbytes if worker in self.encoded else self.params.nbytes
+
+    def update_bytes(self, *, encoded: bool = True) -> int:
+        """Bytes of an update as it travels. One that is not finite is not encoded."""
+        return self.params.nbytes if self._codec is None or not encoded else self._codec.nbytes(self.params.numel)
+
     # ------------------------------------------------------------------------------------------------------------- events
 
     def join_all(self, speeds: Mapping[int, float | None], now_s: float) -> list[Outcome]:
@@ -104,6 +119,7 @@ class AsyncHub:
         """A worker leaves, or has died."""
         decisions = self.scheduler.leave(worker, now_s, self.version, next_s)
         self._dispatched.end(worker, self.state)
+        self.encoded.pop(worker, None)
         return self._lease_weights(decisions)
 
     def give_up(self, worker: int, now_s: float) -> list[Outcome]:
@@ -134,7 +150,8 @@ class AsyncHub:
         self.version += counted
         self._dispatched.recycle([old.params, *temporary], self.state)
         window, after = self.scheduler.arrive(push.worker, now_s, self.version, next_s, push.seconds)
-        self._dispatched.end(push.worker, self.state)
+        if self._codec is None:
+            self._dispatched.end(push.worker, self.state)
         applied = Applied(dispatch, window, now_s, self.version, staleness, counted, moved, norm)
         return [*before, applied, *self._lease_weights(after)]
 
@@ -157,9 +174,18 @@ class AsyncHub:
         """Leases the present weights to workers that are dispatched now."""
         for decision in decisions:
             if isinstance(decision, Dispatch):
+                weights = self._weights_of(decision)
                 self._dispatched.end(decision.worker, self.state)
-                self._dispatched.lease(decision.worker, self.params)
+                self._dispatched.lease(decision.worker, weights)
         return list(decisions)
+
+    def _weights_of(self, dispatch: Dispatch) -> Tree:
+        """The weights that a worker is dispatched with: the present ones, as it will decode them."""
+        held = self._dispatched.leased.get(dispatch.worker)
+        if self._codec is None or held is None:
+            return self.params
+        self.encoded[dispatch.worker] = data = encode_weights(self._codec, self.params, held, dispatch.round)
+        return decode_weights(self._codec, held, data)
 
     # ------------------------------------------------------------------------------------------------------------- saving
 
@@ -179,6 +205,7 @@ class AsyncHub:
         return {
             "state": self.state,
             "versions": {name: tree for _, tree, name in leased},
+            "encoded": {f"{worker}": data for worker, data in self.encoded.items()},
             "plain": {
                 "version": self.version,
                 "leased": [[worker, name] for worker, _, name in leased],
@@ -186,8 +213,9 @@ class AsyncHub:
             },
         }
 
-    def from_parts(self, state: Any, versions: Mapping[str, Tree], plain: Mapping[str, Any]) -> None:
+    def from_parts(self, state: Any, versions: Mapping[str, Tree], encoded: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
         self.state = state
+        self.encoded = {int(worker): data for worker, data in encoded.items()}
         self.version = plain["version"]
         self._dispatched = WeightLeases({worker: versions[name] for worker, name in plain["leased"]})
         self.scheduler.from_parts(plain["scheduler"])

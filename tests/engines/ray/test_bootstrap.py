@@ -21,7 +21,7 @@ def test_all_modules_import_without_ray():
 
 def test_missing_ray_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r'pip install "atoll\[ray\]"'):
+    with pytest.raises(ConfigError, match=r'pip install -e ".*\[ray\]"'):
         bootstrap.check_installed()
 
 
@@ -111,11 +111,41 @@ def test_a_cluster_that_cannot_be_joined_is_refused(monkeypatch, address, error)
 
 def test_a_process_connected_to_another_cluster_is_refused(monkeypatch):
     ray, calls = fake_ray(monkeypatch, connected_to="10.0.0.1:6379")
-    with bootstrap.cluster("10.0.0.1:6379") as found:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with bootstrap.cluster("10.0.0.1:6379", trusted=True) as found:
         assert found is ray
     with pytest.raises(ConfigError, match=r"engine.address=10.0.0.2:1: .* already connected to Ray at 10.0.0.1:6379"):
         bootstrap.cluster("10.0.0.2:1").__enter__()
     assert calls == [], "what was connected before stays so"
+
+
+BEYOND = "10.0.0.1:6379"
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("mode", ["disabled", "Disabled", "token", None])
+def test_a_cluster_beyond_loopback_needs_a_trusted_network_and_authentication(monkeypatch, tmp_path, connected, mode):
+    _, calls = fake_ray(monkeypatch, connected_to=BEYOND if connected else None)
+    monkeypatch.setattr(bootstrap, "check_reachable", lambda address: address.rpartition(":")[0])
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    ways = [lambda trusted: bootstrap.cluster(BEYOND, trusted=trusted)]
+    if connected:
+        ways.append(lambda trusted: bootstrap.own_ray(cpus=1, gpus=0, store_bytes=1, folder=tmp_path, trusted=trusted))
+    for way in ways:
+        with pytest.raises(ConfigError, match=r"Ray at 10\.0\.0\.1:6379: .*give --set engine\.network=trusted"), way(False):
+            pass
+        # Without the variable, atoll connects with a token, and Ray by itself without authentication.
+        if mode == "token" or (mode is None and not connected):
+            with way(True):
+                pass
+        else:
+            with pytest.raises(
+                ConfigError, match=r"Ray at .*: without authentication .*Start the cluster with RAY_AUTH_MODE=token"
+            ):
+                way(True).__enter__()
+    assert calls == ([BEYOND, "shutdown"] if not connected and mode in ("token", None) else [])
 
 
 def test_the_programs_sigterm_handler_stays(monkeypatch, address):
@@ -144,11 +174,3 @@ def test_each_local_ray_uses_its_own_token(tmp_path):
     first, second = done.stdout.splitlines()
     assert "firstfirst" in first
     assert "secondsecond" in second
-
-
-def test_the_environment_is_restored(monkeypatch):
-    monkeypatch.setenv("ATOLL_TEST_KEPT", "before")
-    monkeypatch.delenv("ATOLL_TEST_NEW", raising=False)
-    with bootstrap._environment({"ATOLL_TEST_KEPT": "during", "ATOLL_TEST_NEW": "x"}):
-        assert (os.environ["ATOLL_TEST_KEPT"], os.environ["ATOLL_TEST_NEW"]) == ("during", "x")
-    assert (os.environ["ATOLL_TEST_KEPT"], "ATOLL_TEST_NEW" in os.environ) == ("before", False)

@@ -144,11 +144,11 @@ def test_all_slots_are_started_and_only_expected_workers_are_logged_as_missing(m
     pool, ray, logged, _ = pool_of(workers=2, max_workers=4)
     assert [actor.spec.worker for actor in ray.started] == [0, 1, 2, 3]
     assert (ray.settings["num_cpus"], ray.settings["num_gpus"], ray.settings["max_restarts"]) == (1.0, 0.5, 0)
-    now.s = 31.0
+    now.s = 16.0
     pool.turn({0: (0, False)})
     assert logged == ["workers [1] have not registered yet: each needs 1 CPU and 0.5 GPU, free are {'CPU': 3.0}"]
     pool.turn({0: (0, False)})
-    assert len(logged) == 1, "at most every 30 s"
+    assert len(logged) == 1, "at most every 15 s"
 
 
 def test_kill_ends_all_workers():
@@ -157,13 +157,13 @@ def test_kill_ends_all_workers():
     assert ray.killed == ray.started
 
 
-def test_overdue_workers_are_logged_every_30_s(monkeypatch):
+def test_overdue_workers_are_logged_every_15_s(monkeypatch):
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr("atoll.engines.ray.engine.time.monotonic", lambda: now.s)
     pool, _, logged, _ = pool_of()
     registered = {0: (0, True), 1: (1, True)}
-    for now.s in (31.0, 32.0, 62.0):
+    for now.s in (16.0, 17.0, 32.0):
         pool.turn(registered, {1: now.s, 0: 300.0})
         pool.turn(registered)
     assert len(logged) == 2
-    assert "0 for 300 s, 1 for 62 s" in logged[1]
+    assert "0 for 300 s, 1 for 32 s" in logged[1]

@@ -98,8 +98,20 @@ def storage(tmp_path, monkeypatch):
         process._outbox.log.close()
 
 
-def hub(store, storage, *, updates=40, workers=2, save_every_s=1000.0, session="a", grace_s=0.0, evaluate_every=1000, lost=(0, 0)):
-    algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), grace_s=grace_s)
+def hub(
+    store,
+    storage,
+    *,
+    updates=40,
+    workers=2,
+    save_every_s=1000.0,
+    session="a",
+    grace_s=0.0,
+    evaluate_every=1000,
+    lost=(0, 0),
+    codec="fp32",
+):
+    algorithm = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), grace_s=grace_s, codec=codec)
     run = replace(
         toy_async(),
         algorithm=algorithm,
@@ -438,11 +450,13 @@ def test_weights_for_evaluation_are_published_while_the_next_update_is_applied(s
         assert torch.allclose(weights["w"], torch.full((3,), 1.0 - updates / 4 * 0.01))
 
 
-def test_a_delta_of_another_length_is_refused(storage):
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_delta_of_another_length_is_refused(storage, codec):
     store = Store()
-    process = started_hub(store, storage)
+    process = started_hub(store, storage, codec=codec)
     task = process.pull(0, 0, None, TIMEOUT_S)
-    assert process.push(update(task, 0, 0), tree_bytes(WEIGHTS)[:8]) == "refused"
+    given = update(task, 0, 0)._replace(encoded=codec != "fp32")
+    assert process.push(given, tree_bytes(WEIGHTS)[:8]) == "refused"
     assert process.status(-1, 0, 0, 0.0).error is None
 
 

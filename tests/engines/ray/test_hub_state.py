@@ -25,9 +25,11 @@ from atoll.core.events import (
 )
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import ComputeSpan
+from atoll.engines.hub_encoding import decode_weights
 from atoll.engines.ray.hub_state import HubState, StartBarrier
 from atoll.engines.ray.messages import UpdateMessage
 from atoll.engines.ray.spec import Ray
+from atoll.optim.codecs import CODECS
 from atoll.optim.sgd import SGD
 from atoll.optim.staleness import Polynomial
 from atoll.recipes.toy import toy_async
@@ -241,7 +243,7 @@ def test_three_unusable_updates_in_a_row_end_the_run_and_change_no_weight():
 
 @pytest.mark.parametrize(
     ("what", "loss", "says"),
-    [(delta(), math.inf, "its loss is inf"), (delta(math.nan), 2.0, "not finite"), (None, 2.0, "not the 12 bytes of the weights")],
+    [(delta(), math.inf, "its loss is inf"), (delta(math.nan), 2.0, "not finite"), (None, 2.0, "not the 12 bytes of an update")],
     ids=["loss", "delta", "length"],
 )
 def test_an_unusable_update_is_refused_and_its_data_dispatched_again(what, loss, says):
@@ -371,3 +373,24 @@ def test_a_dead_worker_leaves_the_start_barrier_but_not_its_successor(incarnatio
     barrier.add(0, 1, now_s=0.0)
     barrier.remove(0, incarnation)
     assert barrier.has(0, 1) == (incarnation != 1)
+
+
+def test_a_worker_is_sent_what_changed_since_its_last_round_and_whole_weights_when_it_joins():
+    sink, codec = MemorySink(), CODECS["int8"]
+    encoded = AsyncLocalSGD(inner_steps=4, outer=SGD(lr=1.0), codec="int8")
+    state = hub_state(sink, algorithm=encoded)
+    state.join({0: 0, 1: 1}, 0.0)
+    task, weights = state.pull(0, 0, None, 0.0)
+    assert (task.encoded, weights.same_bits(WEIGHTS)) == (False, True)
+    held, first = weights.copy(), update(state, 0)._replace(encoded=True)
+    assert state.push(first, delta(), 1.0) == "accepted"
+    assert state.accounting.ledgers[0].sent_bytes == sink.of(Arrived)[0].sent_bytes == codec.nbytes(3)
+    two, _ = saved(state, sink, now_s=2.0, epoch=2, algorithm=encoded)
+    for hub in (state, two):  # also one that was restarted
+        task, data = hub.pull(0, 0, first.round_id, 2.0)
+        assert task.encoded
+        out = hub.hub.scheduler.workers[0].dispatch
+        assert decode_weights(codec, held, data).same_bits(hub.hub.task(out).params)
+        assert hub.hub.task_bytes(0) == data.nbytes == codec.nbytes(3)
+    task, weights = two.pull(0, 0, (99, 1), 3.0)  # a worker that trained in a round which the hub has lost
+    assert (task.encoded, task.fresh_optimizer, weights is two.params) == (False, True, True)

@@ -8,10 +8,11 @@ import pytest
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
+from atoll.engines.ray import bootstrap
 from atoll.engines.ray.hub_checkpoints import lock_folder
 from atoll.engines.ray.launch import RayDriver
 from atoll.engines.ray.spec import Ray
-from atoll.engines.run_lifecycle import RunTask, resume
+from atoll.engines.run_lifecycle import RunTask, resume, run as start_run
 from atoll.engines.spec import write_spec
 from atoll.runs.folder import RunFolder
 from atoll.runs.run_settings import candidates
@@ -44,6 +45,27 @@ def test_a_run_is_not_resumed_while_an_earlier_hub_writes(folder):
     os.close(hub)
     with pytest.raises(CheckpointError, match="has no checkpoint, but its log has 1 rounds"):
         RayDriver(task, AT_ONCE).carry_out()
+
+
+def test_a_log_of_ray_that_is_a_link_is_refused_and_its_target_stays(folder, tmp_path):
+    (tmp_path / "other").write_text("precious")
+    (folder.path / "logs").mkdir()
+    (folder.path / "logs" / "ray.log").symlink_to(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"ray\.log.*It is a symbolic link"):
+        resume(folder.path)
+    assert (tmp_path / "other").read_text() == "precious"
+
+
+def test_a_run_on_a_cluster_beyond_loopback_starts_only_in_a_trusted_network_and_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(bootstrap, "check_reachable", lambda address: address)
+    run = override(recipes.toy_async(), ["data.examples=512", "data.eval_examples=128"], candidates)
+    with pytest.raises(ConfigError, match=r"Ray at 10\.0\.0\.1:6379: .*give --set engine\.network=trusted"):
+        start_run(run, engine=Ray(address="10.0.0.1:6379"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(RayDriver, "carry_out", lambda self: None)
+    logged = []
+    start_run(run, engine=Ray(address="10.0.0.1:6379", network="trusted"), out=tmp_path / "run", log=logged.append)
+    assert logged.count(f"engine.network=trusted: {bootstrap.TRUSTED}") == 1
 
 
 def test_a_driver_that_waits_for_a_hub_logs_it_once_and_holds_nothing_afterwards(folder):

@@ -1,6 +1,7 @@
 """The worker process without Ray, and a hub in the same thread."""
 
 import math
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from atoll import recipes
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
+from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Work
 from atoll.engines.ray.messages import TaskMessage, dtype_name, tree_bytes, tree_view
 from atoll.engines.ray.spec import Ray
@@ -18,6 +20,7 @@ from atoll.engines.ray.worker import WorkerProcess, WorkerProcessSpec
 from atoll.engines.training_setup import replica_of
 from atoll.engines.warm_start_training import load_data
 from atoll.optim.adam import AdamW
+from atoll.optim.codecs import CODECS
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import initial_weights
 from atoll.runs.run_settings import Train, candidates
@@ -66,8 +69,8 @@ class FakeHub:
         return self.replies.pop(0) if self.replies else "accepted"
 
 
-def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None, workload=None, run=None, devices=1):
-    """A worker, of a run of its own data or on `workload`, and its hub."""
+def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None, workload=None, run=None, devices=1, code=""):
+    """A worker, of a run of its own data, on `workload`, or of a user's loop, and its hub."""
     hub = FakeHub(statuses, replies, refusal)
 
     def get(found, timeout):
@@ -86,7 +89,7 @@ def worker(tmp_path, statuses, replies=(), refusal="", algorithm=None, workload=
         workload = workload or Regression()
     engine = Ray(hub_timeout_s=1.0, devices=devices)
     shared = {"run": run, "engine": engine, "gpus": 0.0, "workload": workload, "weights": (), "logs": tmp_path}
-    spec = WorkerProcessSpec(**shared, worker=2, incarnation=5)
+    spec = WorkerProcessSpec(**shared, code=code, worker=2, incarnation=5)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("atoll.engines.ray.bootstrap.library", lambda: ray)
         return WorkerProcess(spec, SimpleNamespace(**methods)), hub
@@ -103,6 +106,44 @@ def replicas(monkeypatch):
 class Diverging(Regression):
     def loss(self, module, batch):
         return super().loss(module, batch) * float("nan")
+
+
+LOOP = """
+import torch
+import atoll
+from atoll.testing.simulated_runs import Regression
+
+def train(member):
+    model = Regression().module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with atoll.run_islands(member, model, optimizer) as islands:
+        for shard, position in islands.batches():
+            loss = Regression().loss(model, Regression().batches.batch(shard, position))
+            islands.log(loss.item(), 8)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_a_users_loop_trains_and_the_worker_pushes_what_it_moved(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "async_loop.py").write_text(LOOP)
+    one, hub = worker(tmp_path, ["train", "train", "finished"], code=f"{tmp_path}/async_loop.py:train")
+    try:
+        assert one.work() == 2
+    finally:
+        del sys.modules["async_loop"]
+    for round_, (update, bits) in enumerate(hub.pushed):
+        model = Regression().module()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for position in range(4 * round_, 4 * round_ + 4):
+            optimizer.zero_grad()
+            Regression().loss(model, Regression().batches.batch(0, position)).backward()
+            optimizer.step()
+        assert tree_view(bits, hub.weights.layout, "float32").equal(hub.weights - Tree.of(model))
+        assert (update.computed[0].steps, update.computed[0].tokens) == (4, 32)
+        assert math.isfinite(update.computed[0].loss)
 
 
 def test_a_worker_pushes_an_update_that_is_not_finite_for_the_hub_to_refuse(tmp_path, replicas):
@@ -147,6 +188,24 @@ def test_a_worker_resets_its_optimizer_after_a_lost_or_refused_round(tmp_path, r
     one, _ = worker(tmp_path, ["train", "fresh", "train", "finished"], replies=["unknown", "refused", "accepted"])
     assert one.work() == 3
     assert len(replicas) == 3
+
+
+@pytest.mark.parametrize(("status", "keeps"), [("train", True), ("fresh", False)])
+def test_a_worker_adds_its_error_buffer_to_the_next_delta_unless_it_was_reset(tmp_path, status, keeps):
+    codec = CODECS["int4"]
+    one, hub = worker(tmp_path, ["train", status, "finished"], algorithm=AsyncLocalSGD(inner_steps=4, codec="int4"))
+    assert one.work() == 2
+    replica = LocalReplica(Regression(), optimizer=AdamW(lr=0.01), seed=2)
+    error = hub.weights.zeros().flat
+    for number, (update, data) in enumerate(hub.pushed):
+        if number and not keeps:
+            replica, error = LocalReplica(Regression(), optimizer=AdamW(lr=0.01), seed=2), torch.zeros_like(error)
+        replica.load(hub.weights)
+        replica.train(4, Work(shard=0, start=4 * (update.round_id[0] - 2), schedule=0, examples=64))
+        error += (hub.weights - replica.params()).flat
+        assert torch.equal(torch.from_numpy(data), codec.encode(error))
+        error = error - codec.decode(torch.from_numpy(data), error.numel())
+        assert error.any()
 
 
 def test_an_unknown_worker_registers_again(tmp_path, replicas):

@@ -2,7 +2,7 @@
 
 Ray reads its authentication settings from the environment when it is first imported, so this module sets them before the import. A
 local Ray listens on the loopback interface alone, has a new token in a file that only its owner can read, and no dashboard. An
-existing cluster is joined with its user's token.
+existing cluster is joined with its user's token, and beyond the loopback interface only if the user trusts its network.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,12 +23,20 @@ from typing import Any
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
+from atoll.engines.network_interfaces import is_loopback
 from atoll.engines.point_to_point import first_sentence
+from atoll.engines.rank_store import environment
 
 TOKEN = "ray_token"
 """File in the run's folder with the token of the run's local Ray."""
+TRUSTED = (
+    "the network of the Ray cluster is trusted: Ray encrypts nothing by default, so everyone on that network can read and change "
+    "this run, and read the cluster's token, whose holders execute commands on the cluster's machines"
+)
+"""What a trusted network means, for the console."""
+_AUTH_MODE = "RAY_AUTH_MODE"
 _LOCAL = {
-    "RAY_AUTH_MODE": "token",
+    _AUTH_MODE: "token",
     # Despite its name, this setting makes Ray use the loopback address for this machine.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -54,12 +62,14 @@ def check_installed() -> None:
 
 
 @contextmanager
-def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path) -> Iterator[Any]:
+def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path, trusted: bool = False) -> Iterator[Any]:
     """A local Ray with room for `cpus` processes and its token in `folder`; or the Ray that this process is connected to."""
     if _is_connected():
-        yield library()
+        ray = library()
+        check_network(ray.get_runtime_context().gcs_address, trusted=trusted, default_mode="disabled")
+        yield ray
         return
-    with _new_token(folder) as token, _environment({**_LOCAL, "RAY_AUTH_TOKEN_PATH": str(token)}):
+    with _new_token(folder) as token, environment({**_LOCAL, "RAY_AUTH_TOKEN_PATH": str(token)}):
         ray, capacity_bytes = library(), store_capacity(store_bytes)
         _reload_token()
         try:
@@ -80,7 +90,7 @@ def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path) -> Iterator
 
 
 @contextmanager
-def cluster(address: str) -> Iterator[Any]:
+def cluster(address: str, *, trusted: bool = False) -> Iterator[Any]:
     """A connection to an existing cluster."""
     if _is_connected():
         found = library().get_runtime_context().gcs_address
@@ -88,12 +98,14 @@ def cluster(address: str) -> Iterator[Any]:
             raise ConfigError(
                 f"engine.address={address}: this process is already connected to Ray at {found}. Use that, or ray.shutdown() first."
             )
+        check_network(address, trusted=trusted, default_mode="disabled")
         yield library()
         return
     host = check_reachable(address)
-    settings = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
+    check_network(address, trusted=trusted)
+    settings = {_AUTH_MODE: os.environ.get(_AUTH_MODE, "token")}
     # Else Ray replaces a loopback address by the machine's network address, where a loopback cluster does not listen.
-    with _environment({**settings, **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if host in _LOOPBACK else {})}):
+    with environment({**settings, **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if host in _LOOPBACK else {})}):
         ray = library()
         try:
             _connect(ray, address=address)
@@ -115,11 +127,43 @@ def check_reachable(address: str) -> str:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except (OSError, ValueError, OverflowError) as error:
+        resolved = _resolved(host)
         raise ConfigError(
-            f"engine.address={address}: nothing listens there ({error}). Give host and port of a Ray that was started by "
+            f"engine.address={address}: nothing listens there ({error}). {resolved}Give host and port of a Ray that was started by "
             f"`ray start --head --node-ip-address HOST --port PORT`, or leave it out to start one on this machine."
         ) from error
     return host
+
+
+def is_beyond_loopback(address: str | None) -> bool:
+    """Whether a cluster's HOST:PORT is one that other machines may reach. None is a Ray that atoll starts."""
+    return address is not None and not is_loopback(address.rpartition(":")[0])
+
+
+def check_network(address: str, *, trusted: bool, default_mode: str = "token") -> None:
+    """Refuses a cluster beyond the loopback interface unless the user trusts its network, and one without authentication there.
+    `default_mode` holds if the environment names none: Ray's own is "disabled"."""
+    if not is_beyond_loopback(address):
+        return
+    if not trusted:
+        raise ConfigError(
+            f"Ray at {address}: other machines may reach it, and Ray encrypts nothing by default. If everyone on that network may "
+            f"read and change the run, and execute commands on the cluster's machines, give --set engine.network=trusted; else use "
+            f"a Ray on this machine, or --engine elastic."
+        )
+    if os.environ.get(_AUTH_MODE, default_mode).lower() == "disabled":
+        raise ConfigError(
+            f"Ray at {address}: without authentication ({_AUTH_MODE}=disabled, or not set when this process connected) everyone "
+            f"who reaches it executes commands there. Start the cluster with {_AUTH_MODE}=token, and set it here too."
+        )
+
+
+def _resolved(host: str) -> str:
+    """What a name that resolves to a loopback address means, for a message."""
+    with suppress(OSError, UnicodeError):
+        if is_loopback(found := socket.gethostbyname(host)) and not is_loopback(host):
+            return f"{host} is {found} here, where a cluster of several machines does not listen: use the head's IP address. "
+    return ""
 
 
 class ClusterHead:
@@ -214,18 +258,3 @@ def _new_token(folder: Path) -> Iterator[Path]:
         yield path
     finally:
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables, also for processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

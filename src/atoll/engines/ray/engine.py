@@ -30,7 +30,7 @@ _STATUS_WAIT_S = 0.5
 _LAST_SAVE_S = 30.0
 _MAX_RESTARTS = 5  # of the hub in a row, without a newer checkpoint
 _MAX_DEATHS = 5  # of one slot in a row, without an accepted update
-_LOG_EVERY_S = 30.0
+_LOG_EVERY_S = 15.0
 
 
 @dataclass
@@ -66,7 +66,7 @@ class WorkerPool:
         return PooledWorker(spec, *start_worker(self._ray, spec, self._client.hub), time.monotonic())
 
     def supervise(self, status: HubStatus) -> None:
-        """Replaces dead workers and tells the hub of them. Logs missing and overdue workers every 30 s. Raises the AtollError of a
+        """Replaces dead workers and tells the hub of them. Logs missing and overdue workers every 15 s. Raises the AtollError of a
         worker whose replacement would end with it, too."""
         for number, (incarnation, was_accepted) in status.workers.items():
             if was_accepted and incarnation == self.workers[number].spec.incarnation:

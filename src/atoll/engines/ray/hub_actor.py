@@ -22,10 +22,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from atoll.core import events as ev
 from atoll.core.errors import AtollError, ExchangeFailed
 from atoll.core.flat_tree import Tree
+from atoll.core.protocols import AsyncAlgorithm
+from atoll.engines.hub_encoding import decode_update
 from atoll.engines.ray import bootstrap, messages as msg
 from atoll.engines.ray.hub_checkpoints import CheckpointWriter, lock_folder, log_line, recover
 from atoll.engines.ray.hub_state import HubState, StartBarrier
@@ -44,7 +47,10 @@ class WeightPublisher:
         self._published: list[tuple[Tree, Any]] = []
         self._lock = threading.Lock()
 
-    def publish(self, tree: Tree) -> Any:
+    def publish(self, tree: Tree | Tensor) -> Any:
+        """The reference of these weights, or of a worker's encoded ones, which no other worker is sent."""
+        if isinstance(tree, Tensor):
+            return self._put(tree.cpu().numpy())
         with self._lock:
             found = next((reference for other, reference in self._published if other is tree), None)
             if found is None:
@@ -164,6 +170,8 @@ class HubProcess:
         lock_folder(spec.folder, partial(log_line, spec.folder))  # until this process ends
         log_line(spec.folder, f"hub on {platform.node()}, process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         self._epoch = secrets.randbits(48)
+        assert isinstance(spec.run.algorithm, AsyncAlgorithm)
+        self._codec = spec.run.algorithm.plan.codec
         self._load, self._publisher = LoadMeter(), WeightPublisher(put or bootstrap.library().put)
         self._changed = threading.Condition()
         self._error: AtollError | None = None
@@ -258,9 +266,9 @@ class HubProcess:
                 self._changed.notify_all()
         if params is None:
             return task
-        return task._replace(weights=(self._publisher.publish(params),), dtype=msg.dtype_name(params), now_s=self._clock.now_s())
+        return task._replace(weights=(self._publisher.publish(params),), dtype=self._spec.dtype, now_s=self._clock.now_s())
 
-    def _task(self, worker: int, incarnation: int, last: msg.RoundId | None) -> tuple[msg.TaskMessage, Tree | None]:
+    def _task(self, worker: int, incarnation: int, last: msg.RoundId | None) -> tuple[msg.TaskMessage, Tree | Tensor | None]:
         if self._error is not None:
             return msg.TaskMessage("finished"), None
         if self._barrier.has(worker, incarnation) and not self._state.done:
@@ -276,7 +284,7 @@ class HubProcess:
     def push(self, update: msg.UpdateMessage, array: msg.ByteArray) -> msg.PushStatus:
         """Applies a worker's update; `array` has the bytes of its delta."""
         arrived_s = self._load.arrived()
-        delta = msg.tree_view(array, self._spec.layout, self._spec.dtype) if array.nbytes == self._state.params.nbytes else None
+        delta = self._delta(update, array)
         status: msg.PushStatus | None = None
         with self._changed:
             lock_s = time.monotonic()
@@ -288,6 +296,15 @@ class HubProcess:
             self._load.applied(arrived_s, lock_s)
         self._guard(self._evaluations.publish)
         return status or "finished"
+
+    def _delta(self, update: msg.UpdateMessage, array: msg.ByteArray) -> Tree | None:
+        """The delta that a worker has pushed, decoded; None if it has another number of bytes."""
+        if array.nbytes != self._state.hub.update_bytes(encoded=update.encoded):
+            return None
+        if update.encoded and self._codec is not None:
+            delta = decode_update(self._codec, torch.from_numpy(array), self._spec.layout, getattr(torch, self._spec.dtype))
+            return delta.donate()
+        return msg.tree_view(array, self._spec.layout, self._spec.dtype)
 
     # ---------------------------------------------------------------------------------------- calls of the driving process
 

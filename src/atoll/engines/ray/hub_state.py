@@ -150,8 +150,9 @@ class HubState:
             return "register"
         return "replaced" if slot.incarnation > incarnation else None
 
-    def pull(self, worker: int, incarnation: int, last: RoundId | None, now_s: float) -> tuple[TaskMessage, Tree | None]:
-        """The reply to a worker whose own last round is `last`, without its weights; and the weights."""
+    def pull(self, worker: int, incarnation: int, last: RoundId | None, now_s: float) -> tuple[TaskMessage, Tree | Tensor | None]:
+        """The reply to a worker whose own last round is `last`, without its weights; and the weights, or their encoded form. Only a
+        worker with the weights of its last round, which the hub knows, is sent the latter."""
         rejection = self._rejection(worker, incarnation)
         if rejection is not None:
             return TaskMessage(rejection), None
@@ -161,8 +162,11 @@ class HubState:
         out = self.hub.scheduler.workers[worker].dispatch
         if out is None:
             return TaskMessage("wait"), None
-        task = self.hub.task(out)
-        return TaskMessage("train", self.round_id(out), task.steps, task.work, fresh_optimizer=fresh), task.params
+        task, encoded = self.hub.task(out), self.hub.encoded.get(worker)
+        message = TaskMessage(
+            "train", self.round_id(out), task.steps, task.work, encoded=encoded is not None, fresh_optimizer=fresh
+        )
+        return message, task.params if encoded is None else encoded
 
     def tick(self, now_s: float) -> None:
         self._process(self.hub.tick(now_s, self._next_arrival_s(now_s)))
@@ -222,7 +226,7 @@ class HubState:
         """Logs the dispatch of an open round, once."""
         if dispatch.round not in self._logged:
             self._logged.add(dispatch.round)
-            begin_s, sent_bytes = max(begin_s, dispatch.time_s), self.params.nbytes
+            begin_s, sent_bytes = max(begin_s, dispatch.time_s), self.hub.task_bytes(dispatch.worker)
             self._emit(self.accounting.dispatched(dispatch, begin_s, sent_bytes, devices=self._devices))
 
     def _end_round(self, dispatch: Dispatch) -> None:
@@ -235,7 +239,8 @@ class HubState:
         if rejection is not None:
             return rejection
         slot = self.slots[worker]
-        self.accounting.sent(worker, 0 if delta is None else delta.nbytes, CONTROL_BYTES)
+        sent_bytes = 0 if delta is None else self.hub.update_bytes(encoded=update.encoded)
+        self.accounting.sent(worker, sent_bytes, CONTROL_BYTES, min(update.pushed_s, now_s), now_s)
         out = self._open_round(worker, update.round_id)
         if out is None:
             return self._reject_closed_round(update, slot, now_s)
@@ -252,7 +257,8 @@ class HubState:
         """The hub's outcomes. An update of the wrong length or with a loss that is not finite does not reach the hub."""
         worker, losses = update.worker, [record.loss for record in update.computed if not math.isfinite(record.loss)]
         if delta is None or losses:
-            reason = f"its loss is {losses[0]}" if losses else f"its delta has not the {self.params.nbytes} bytes of the weights"
+            num_bytes = self.hub.update_bytes(encoded=update.encoded)
+            reason = f"its loss is {losses[0]}" if losses else f"its delta has not the {num_bytes} bytes of an update"
             return [Refusal(worker, out.round, now_s, reason, True), *self.hub.give_up(worker, now_s)]
         push = Push(worker, out.round, delta, update.computed_s or None)
         return self.hub.push(push, now_s, self._next_arrival_s(now_s, but=worker))
@@ -299,7 +305,8 @@ class HubState:
         for worker, present in self.slots.items():
             self._count_presence(worker, present, applied.time_s)
         spans = [span._replace(end_s=min(span.end_s, applied.time_s)) for span in update.computed]
-        pushed_s, sent_bytes, workers = min(update.pushed_s, applied.time_s), self.params.nbytes, len(self.slots)
+        pushed_s, workers = min(update.pushed_s, applied.time_s), len(self.slots)
+        sent_bytes = self.hub.update_bytes(encoded=update.encoded)
         for event in self.accounting.update_applied(applied, spans, pushed_s=pushed_s, sent_bytes=sent_bytes, workers=workers):
             self._emit(event)
         if self.done or passed_multiple(before, self.accounting.totals.local_updates, self._evaluate_every):
@@ -324,7 +331,7 @@ class HubState:
         self._emit(replace(due, metrics=self.accounting.totals.metrics))
 
     def finish(self, now_s: float, warm_start_tokens: int) -> RunFinished:
-        """Ends the run. Dispatched workers have computed in vain, at most as long as their steps took in the last round."""
+        """Ends the run. Open rounds count as computing time only, at most as much as the worker's steps took in its last round."""
         for number, slot in self.slots.items():
             self._count_presence(number, slot, now_s)
         for number, out in self._open_rounds():

@@ -10,6 +10,8 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from dataclasses import replace
+from io import TextIOWrapper
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ from atoll.core.errors import CheckpointError
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
 from atoll.core.serialization import save_tree
+from atoll.core.verified_files import open_to_append
 from atoll.engines.checkpoints import Checkpoint
+from atoll.engines.own_code import LoopWorkload, workload_of_loop
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.engine import RayEngine
 from atoll.engines.ray.hub_checkpoints import INITIAL_WEIGHTS, lock_folder, rounds_after
@@ -30,6 +34,7 @@ from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run_settings import Run, device_of
 from atoll.runs.workloads import partitioned_by_weights
+from atoll.telemetry.event_log import explained
 from atoll.telemetry.sinks import Fanout
 
 _PUBLISHED = 8
@@ -41,17 +46,24 @@ def start(request: RunRequest) -> Result | None:
     if request.run is not None and isinstance(request.spec, Ray):
         if request.spec.address is not None:
             bootstrap.check_reachable(request.spec.address)
+            bootstrap.check_network(request.spec.address, trusted=request.spec.is_trusted)
         _gpus(request.spec.fitted(request.run), request.spec)
     with request.open() as task:
+        if isinstance(task.workload, LoopWorkload):  # the driver needs its model and its evaluation
+            task = replace(task, workload=workload_of_loop(task.code, task.run.resolved))
         if task.finished:
             return task.reopen()
         assert isinstance(task.spec, Ray)
         _gpus(task.run, task.spec)
         task.log(task.spec.ignored_settings(task.run))
+        if task.spec.is_trusted and bootstrap.is_beyond_loopback(task.spec.address):
+            task.log(f"engine.network=trusted: {bootstrap.TRUSTED}")
         log = task.folder.path / "logs" / "ray.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         # Ray prints about processes that die. The driver reports them in its own lines.
-        with open(log, "a", encoding="utf-8") as printed, redirect_stdout(printed):
+        with explained("write", log):
+            file = open_to_append(log)
+        with TextIOWrapper(file, encoding="utf-8") as printed, redirect_stdout(printed):
             return RayDriver(task, task.spec).carry_out()
 
 
@@ -105,16 +117,19 @@ class RayDriver(Driver[RayEngine]):
 
     def _cluster(self, params: Tree) -> AbstractContextManager[Any]:
         if self._spec.address is not None:
-            return bootstrap.cluster(self._spec.address)
+            return bootstrap.cluster(self._spec.address, trusted=self._spec.is_trusted)
         store_bytes = (_PUBLISHED + self._slots) * params.nbytes
         gpus = torch.cuda.device_count() if device_of(self.run) == "cuda" else 0
-        return bootstrap.own_ray(cpus=self._slots + 2, gpus=gpus, store_bytes=store_bytes, folder=self.folder.path)
+        trusted, folder = self._spec.is_trusted, self.folder.path
+        return bootstrap.own_ray(cpus=self._slots + 2, gpus=gpus, store_bytes=store_bytes, folder=folder, trusted=trusted)
 
     def _worker_spec(self, ray: Any, params: Tree) -> WorkerProcessSpec:
-        run, spec, workload = self.run, self._spec, self.task.workload
-        weights = (ray.put(tree_bytes(params)),) if workload is None and partitioned_by_weights(run) else ()
+        run, spec, code = self.run, self._spec, self.task.code
+        workload = None if code else self.task.workload
+        weights = (ray.put(tree_bytes(params)),) if self.task.workload is None and partitioned_by_weights(run) else ()
         logs = (self.folder.path / "logs").absolute()
-        return WorkerProcessSpec(run=run, engine=spec, gpus=_gpus(run, spec), workload=workload, weights=weights, logs=logs)
+        gpus = _gpus(run, spec)
+        return WorkerProcessSpec(run=run, engine=spec, gpus=gpus, workload=workload, code=code, weights=weights, logs=logs)
 
     def _hub_spec(self, prepared: Prepared, begin_bytes: int) -> HubProcessSpec:
         batches, params = prepared.workload.batches, prepared.warm_start.params

@@ -1,7 +1,7 @@
 """Records that travel between the driving process, the hub and the workers, and weights as arrays of bytes.
 
-Weights and deltas travel as the bytes of a Tree. Ray's object store shares such an array with every process of a machine without a
-copy, so a process only reads what comes from the store.
+Weights and deltas travel as the bytes of a Tree, or encoded (see `engines.hub_encoding`). Ray's object store shares such an array
+with every process of a machine without a copy, so a process only reads what comes from the store.
 
 >>> weights = Tree.of({"w": torch.ones(2)})
 >>> tree_view(tree_bytes(weights), weights.layout, "float32")["w"]
@@ -55,6 +55,7 @@ class TaskMessage(NamedTuple):
     dtype: str = ""
     fresh_optimizer: bool = False  # the worker must reset its inner optimizer: the hub does not know the rounds it was trained on
     now_s: float = 0.0
+    encoded: bool = False  # the weights are, by how they differ from those of this worker's last round
 
 
 class UpdateMessage(NamedTuple):
@@ -67,6 +68,7 @@ class UpdateMessage(NamedTuple):
     pushed_s: float  # it began to send
     computed: tuple[ComputeSpan, ...]
     buffers: dict[str, NDArray[Any]]
+    encoded: bool = False  # the delta is in the plan's codec
 
     @property
     def computed_s(self) -> float:

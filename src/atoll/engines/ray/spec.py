@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from atoll.core.config.type_checks import Timeout
 from atoll.core.errors import ConfigError
@@ -20,6 +20,8 @@ class Ray(ProcessSpec):
 
     Args:
         address: HOST:PORT of an existing Ray cluster; none starts one on this machine for this run.
+        network: "loopback": an existing cluster is joined on the loopback interface alone. "trusted": it may be one of several
+            machines. Everyone on that network can read and change the run, and execute commands on the cluster's machines.
         processes: number of workers; none: one per device of the run's cluster.
         devices: of each worker, on one machine. They share each of its batches, and its steps equal those of one device.
         max_workers: more workers start while the Ray cluster has room, up to this number; none: no more than `processes`.
@@ -33,6 +35,7 @@ class Ray(ProcessSpec):
     resizable: ClassVar[bool] = False
 
     address: str | None = None
+    network: Literal["loopback", "trusted"] = "loopback"
     processes: int | None = None
     devices: int = 1
     max_workers: int | None = None
@@ -49,6 +52,10 @@ class Ray(ProcessSpec):
             ("save_every_s", self.save_every_s >= LEAST_TIMEOUT_S, f"{least_s}. Leave it out for 30"),
             ("hub_timeout_s", self.hub_timeout_s >= LEAST_TIMEOUT_S, f"{least_s}. Leave it out for 300"),
         )
+
+    @property
+    def is_trusted(self) -> bool:
+        return self.network == "trusted"
 
     def fitted(self, run: Run) -> Run:
         """The run with the workers that are started, and its data cut as before."""
