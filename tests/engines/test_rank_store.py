@@ -10,7 +10,8 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from atoll.core.errors import ConfigError
-from atoll.engines.rank_store import find_store, on_loopback, open_store, refuse_untrusted_network, spans_machines
+from atoll.engines.network_interfaces import free_port
+from atoll.engines.rank_store import environment, find_store, on_loopback, open_store, refuse_untrusted_network, spans_machines
 from tests.listening_sockets import listening_sockets
 
 ONE_MACHINE = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "first.example", "MASTER_PORT": "29500"}
@@ -69,17 +70,13 @@ def test_gloo_and_nccl_use_the_loopback_interface_and_the_users_variables_are_re
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    with on_loopback(unless=False):
+    with on_loopback():
         assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (loopback, loopback)
-    with on_loopback(unless=True):
-        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert (os.environ["GLOO_SOCKET_IFNAME"], "NCCL_SOCKET_IFNAME" in os.environ) == ("eth7", False)
 
 
 def test_rank_0_hosts_the_store_on_loopback_where_no_launcher_does(monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     variables = {**ONE_MACHINE, "MASTER_PORT": str(port)}
     command = [sys.executable, "-c", SERVES]
     environment = {**os.environ, **variables, "RANK": "0"}
@@ -102,3 +99,11 @@ def test_a_single_process_needs_no_socket(monkeypatch):
     store.set("a", "b")
     assert (store.get("a"), rank, size) == (b"b", 0, 1)
     assert listening_sockets(os.getpid()) <= before
+
+
+def test_the_environment_is_restored(monkeypatch):
+    monkeypatch.setenv("ATOLL_TEST_KEPT", "before")
+    monkeypatch.delenv("ATOLL_TEST_NEW", raising=False)
+    with environment({"ATOLL_TEST_KEPT": "during", "ATOLL_TEST_NEW": "x"}):
+        assert (os.environ["ATOLL_TEST_KEPT"], os.environ["ATOLL_TEST_NEW"]) == ("during", "x")
+    assert (os.environ["ATOLL_TEST_KEPT"], "ATOLL_TEST_NEW" in os.environ) == ("before", False)

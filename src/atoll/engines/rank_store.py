@@ -7,7 +7,6 @@ encrypts a message on torch's transports, so the user must say that a network be
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import platform
 import socket
@@ -23,6 +22,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.core.errors import ConfigError
+from atoll.engines.network_interfaces import is_loopback
 
 LOOPBACK = "127.0.0.1"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -33,7 +33,8 @@ TRUSTED = (
 )
 """What a trusted network means, for the console."""
 _REQUEST_LIMIT_S = 5.0
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The variables that choose the interfaces of gloo and NCCL."""
 
 
 def open_store(host: str, port: int = 0, attempts: int = 3) -> tuple[TCPStore, int]:
@@ -51,6 +52,11 @@ def open_store(host: str, port: int = 0, attempts: int = 3) -> tuple[TCPStore, i
     return store, found
 
 
+def connect_store(host: str, port: int, timeout_s: float = _REQUEST_LIMIT_S) -> TCPStore:
+    """The store that another process hosts at this address."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
 def spans_machines(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the processes that torchrun, or a tool that sets its variables, started run on several machines.
 
@@ -62,14 +68,7 @@ def spans_machines(environment: Mapping[str, str] = os.environ) -> bool:
     size, local_size = environment.get("WORLD_SIZE", "1"), environment.get("LOCAL_WORLD_SIZE", "")
     if local_size.isdecimal():
         return int(size) > int(local_size)
-    return int(size) > 1 and not _is_loopback(environment.get("MASTER_ADDR", LOOPBACK))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return int(size) > 1 and not is_loopback(environment.get("MASTER_ADDR", LOOPBACK))
 
 
 def machine() -> str:
@@ -90,14 +89,23 @@ def refuse_untrusted_network(*, spans: bool, trusted: bool, setting: str) -> Non
 
 
 @contextmanager
-def on_loopback(*, unless: bool) -> Iterator[None]:
-    """gloo and NCCL listen on the loopback interface alone in groups that are created here, `unless` the processes run on several
-    machines. By default gloo listens on the address of the machine's name."""
-    if unless:
+def on_loopback() -> Iterator[None]:
+    """gloo and NCCL listen on the loopback interface alone in groups that are created here. By default gloo listens on the address
+    of the machine's name."""
+    with environment(loopback_interfaces()):
         yield
-        return
-    before = {name: os.environ.get(name) for name in _INTERFACES}
-    os.environ.update(dict.fromkeys(_INTERFACES, "lo0" if sys.platform == "darwin" else "lo"))
+
+
+def loopback_interfaces() -> dict[str, str]:
+    """The variables with which gloo and NCCL use the loopback interface."""
+    return dict.fromkeys(INTERFACES, "lo0" if sys.platform == "darwin" else "lo")
+
+
+@contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables, also for processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
@@ -124,8 +132,7 @@ def find_store(timeout_s: float) -> tuple[Store, int, int]:
     elif rank == 0 and not has_host:
         found = _hosted_store(port)
     else:
-        host = os.environ["MASTER_ADDR"] if has_host else LOOPBACK
-        found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        found = connect_store(os.environ["MASTER_ADDR"] if has_host else LOOPBACK, port, timeout_s)
     found.set_timeout(timeout)
     return PrefixStore(f"atoll/{found.add(f'atoll/uses/{rank}', 1)}", found), rank, size
 

@@ -1,19 +1,24 @@
 """Runs on real processes have the simulator's weights, losses, tokens and bytes."""
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import nn
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import FSDP, ZeRO1
 from atoll.core.events import Compared, Computed, Evaluated, Exchanged, RoundFinished
 from atoll.optim.adam import AdamW
+from atoll.optim.codecs import CODECS
 from atoll.optim.schedules import Cosine
+from atoll.optim.sgd import Nesterov
 from atoll.runs.cluster import Cluster
 from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 from tests.process_pool import run_on_processes
@@ -24,10 +29,20 @@ ALGORITHMS = [
     ZeRO1(optimizer=RULE, clip_norm=0.5),
     DiLoCo(inner_steps=3),
     DiLoCo(inner_steps=3, merge="disjoint", moments="averaged"),
+    DiLoCo(inner_steps=3, moments="averaged", moment_rounds=(2, 4), weighting="tokens"),
     ACCO(optimizer=RULE, pieces_per_half=2),
     ACCO(optimizer=RULE, wire="bf16", sums="fp32"),
     DPU(optimizer=RULE, warmup=1),
     WP(optimizer=RULE, warmup=1),
+]
+FLIGHTS = Streaming(inner_steps=6, fragments=3, overlap=3, mixing=0.25)  # a fragment leaves before the one before it arrives
+ENCODED = [
+    FLIGHTS,
+    replace(FLIGHTS, codec="int4"),
+    DiLoCo(inner_steps=2, codec="int8"),
+    DiLoCo(inner_steps=2, codec="topk", feedback=0.95),
+    *(DiLoCo(inner_steps=2, codec=name) for name in ("bf16", "bf16-stochastic", "int4", "fp4", "int2")),
+    Streaming(inner_steps=4, fragments=2, overlap=0, codec="fp4"),
 ]
 SENT = ("sent_bytes_per_island", "control_bytes_per_island")
 SAME = ("rounds", "outer_steps", "steps", "tokens", "local_updates", *SENT, "val_loss", "digest")
@@ -37,7 +52,20 @@ SAME = ("rounds", "outer_steps", "steps", "tokens", "local_updates", *SENT, "val
 def test_weights_losses_tokens_and_bytes_are_the_simulators(four, size):
     # Large enough for whole SIMD vectors in every slice: torch's kernels round differently at the ends of a buffer.
     workload = Regression(hidden=150, batches=RegressionBatches(num_shards=size))
-    for algorithm in ALGORITHMS:
+    check_as_simulated(four, size, workload, [*ALGORITHMS, *(ENCODED if size == 2 else ENCODED[:4])])
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_strided_fragments_have_the_simulators_weights(four, codec):
+    check_as_simulated(four, 3, Layered(), [replace(FLIGHTS, split="strided", codec=codec)])
+
+
+def test_every_codec_has_a_run():
+    assert {algorithm.codec for algorithm in ENCODED} == CODECS.keys()
+
+
+def check_as_simulated(four, size, workload, algorithms):
+    for algorithm in algorithms:
         steps = 4 * algorithm.steps_per_round
         expected = simulate(algorithm, steps=steps, cluster=Cluster(islands=size), workload=workload)
         first, *rest = four.run(run_on_processes, algorithm, workload, steps, size=size)
@@ -49,6 +77,15 @@ def test_weights_losses_tokens_and_bytes_are_the_simulators(four, size):
         assert losses[0] == losses[1], algorithm
         for kind in (Computed, Exchanged, Compared, RoundFinished):
             assert len([e for e in first.events if isinstance(e, kind)]) == len(expected.of(kind)), (algorithm, kind)
+
+
+def test_one_fragment_without_overlap_is_diloco_to_the_bit(four):
+    workload, outer = Regression(hidden=150), Nesterov(lr=0.7, momentum=0.9)
+    alone = Streaming(inner_steps=3, fragments=1, overlap=0, outer=outer)
+    streaming, diloco = (
+        four.run(run_on_processes, algorithm, workload, 12, size=2)[0] for algorithm in (alone, DiLoCo(inner_steps=3, outer=outer))
+    )
+    assert streaming.params.same_bits(diloco.params)
 
 
 @pytest.mark.parametrize("wire", ["own", "fp32"])
@@ -108,6 +145,16 @@ def test_fsdp2_clips_accumulates_and_follows_the_schedule_as_zero1_does(fresh_fo
     torch.testing.assert_close(sharded.params.flat, plain.params.flat, rtol=1e-5, atol=1e-6)
     other, *_ = fresh_four.run(run_on_processes, outer, workload, 6, None, ZeRO1(**{**settings, "clip_norm": None}), 2)
     assert not torch.allclose(sharded.params.flat, other.params.flat, rtol=1e-3), "else the test does not see clipping"
+
+
+@dataclass(frozen=True)
+class Layered(Regression):
+    """Three numbered layers between an input and an output layer."""
+
+    def module(self):
+        torch.manual_seed(3)
+        layers = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
+        return nn.Sequential(OrderedDict(enter=nn.Linear(self.batches.dimensions, 40), layers=layers, leave=nn.Linear(40, 1)))
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from atoll.algorithms import streaming
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Compared, Computed, Exchanged, RoundFinished, UpdateSkipped
+from atoll.core.layout import shard_range
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
@@ -102,6 +105,32 @@ def test_events_of_both_levels_are_the_simulators_except_for_their_times(four, i
     assert finished[0] == finished[1]
 
 
+@pytest.mark.parametrize(
+    "outer",
+    [
+        DiLoCo(inner_steps=2, codec="int8", feedback=0.0),
+        Streaming(inner_steps=4, fragments=2, overlap=1),
+        Streaming(inner_steps=4, fragments=2, overlap=3, codec="int4", feedback=0.0),
+    ],
+    ids=str,
+)
+def test_devices_exchange_their_slices_in_a_codec_and_in_fragments(four, outer, monkeypatch):
+    """Blocks and fragments are cut within a slice. A simulation that cuts its 2,048 weights in the same places has the same bits.
+    Without feedback: what is left out of a mean stays with the owner of a block, which is another one there."""
+    workload = Regression(RegressionBatches(dimensions=2047))
+    together = four.run(run_and_count, outer, workload, 16, INSIDE[1], 2)
+    monkeypatch.setattr(streaming, "fragment_ranges", fragments_of_two_slices)
+    expected = simulate(outer, steps=16, cluster=Cluster(islands=2, devices_per_island=2), workload=workload, inside=INSIDE[1])
+    assert all(params.equal(expected.params) for params, *_ in together)
+    assert together[0][1].sent_bytes_per_island == expected.finished.sent_bytes_per_island
+
+
+def fragments_of_two_slices(layout, fragments, split):
+    half = layout.numel // 2
+    parts = [shard_range(half, number, fragments) for number in range(fragments)]
+    return tuple(((start, stop), (half + start, half + stop)) for start, stop in parts)
+
+
 def spans(events):
     return sorted((e.round, e.island, e.device, e.batches, e.tokens, e.loss) for e in of(events, Computed))
 
@@ -115,6 +144,8 @@ def exchanges(events):
 def test_an_algorithm_that_needs_whole_weights_is_refused(four):
     errors = four.run(refused, DiLoCo(inner_steps=2, pruned=0.5), INSIDE[0])
     assert all("algorithm.pruned=0.5" in text and "pruned=0" in text for text in errors)
+    errors = four.run(refused, Streaming(inner_steps=4, split="balanced"), INSIDE[0])
+    assert all("algorithm.split=balanced" in text and "split=contiguous" in text for text in errors)
 
 
 def refused(group, algorithm, inside):

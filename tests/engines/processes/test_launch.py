@@ -15,6 +15,7 @@ from atoll.engines.processes import launch
 from atoll.engines.processes.launch import LaunchedRanks, RankFailure, why
 from atoll.engines.processes.rank import rank_log_path
 from atoll.engines.processes.spec import Processes
+from atoll.engines.rank_store import open_store
 from atoll.engines.run_lifecycle import RunRequest
 from atoll.runs.folder import RunFolder
 from atoll.testing.simulated_runs import Recorder, Regression
@@ -29,7 +30,7 @@ def log(folder, rank, *lines):
 
 
 def test_a_killed_rank_is_named_and_not_the_ranks_that_missed_it(tmp_path):
-    log(tmp_path, 0, "error: rank 0 could not hear from rank 1 within 60 s.")
+    log(tmp_path, 0, "error: rank 0 could not receive from rank 1 within 60 s.")
     for code in (PEER_MISSING, 1):  # in our words, or in a library's
         failures = {0: RankFailure(code, 100), 1: RankFailure(-signal.SIGKILL, 101), 2: STOPPED}
         assert why(failures, tmp_path).startswith("rank 1 has failed, and the others were stopped: it was killed by SIGKILL.")
@@ -42,7 +43,7 @@ def test_a_rank_that_the_launcher_killed_is_not_named(tmp_path):
 
 
 def test_a_rank_with_an_error_of_its_own_is_named_and_not_the_ranks_that_missed_it(tmp_path):
-    log(tmp_path, 0, "error: rank 0 could not hear from rank 2 within 60 s.")
+    log(tmp_path, 0, "error: rank 0 could not receive from rank 2 within 60 s.")
     log(tmp_path, 2, "error: the loss is nan on island 2 in round 1.")
     text = why({0: RankFailure(PEER_MISSING, 100), 1: STOPPED, 2: RankFailure(2, 100)}, tmp_path)
     assert "rank 2 has failed" in text
@@ -51,11 +52,11 @@ def test_a_rank_with_an_error_of_its_own_is_named_and_not_the_ranks_that_missed_
 
 def test_of_several_ranks_that_missed_a_peer_the_first_is_named(tmp_path):
     for rank in (0, 1):
-        log(tmp_path, rank, f"error: rank {rank} could not hear from rank 2 within 3 s.")
+        log(tmp_path, rank, f"error: rank {rank} could not receive from rank 2 within 3 s.")
     missed = {0: RankFailure(PEER_MISSING, 101), 1: RankFailure(PEER_MISSING, 100)}
     text = why({**missed, 2: RankFailure(-signal.SIGTERM, 90, by_launcher=True)}, tmp_path)
     assert "rank 1 has failed" in text
-    assert "could not hear from rank 2" in text
+    assert "could not receive from rank 2" in text
 
 
 @pytest.mark.parametrize(("saved", "says"), [(True, "Resume: atoll run --resume"), (False, "There is no checkpoint yet.")])
@@ -136,3 +137,41 @@ def test_a_run_resumes_on_its_own_engine(tmp_path):
         pass
     with pytest.raises(ConfigError, match="this run's engine is simulator"):
         atoll.resume(tmp_path / "run", engine=Processes(processes=2))
+
+
+# -------------------------------------------------------------------------------------------------------------- several machines
+
+
+def on_two_machines(node, path, **settings):
+    given = {"network": "trusted", "nodes": 2, "node": node, "processes": 4, "address": "127.0.0.1:1", **settings}
+    return RunRequest(run=small(), spec=Processes(**given), out=path)
+
+
+def test_a_machine_starts_its_ranks_with_this_command_and_tells_the_first_that_they_have_ended(tmp_path, monkeypatch):
+    started, said = [], []
+    store, port = open_store("127.0.0.1")
+    monkeypatch.setattr(launch, "run_ranks", lambda command, variables, folder: started.append((command, variables, folder)))
+    request = replace(on_two_machines(1, tmp_path / "run", address=f"127.0.0.1:{port}"), log=said.append)
+    assert launch.start(request) is None
+    ((command, variables, folder),) = started
+    assert (command, folder) == ([sys.executable, *sys.orig_argv[1:]], tmp_path / "run")
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in variables] == [
+        ("2", "0", "4", "2"),
+        ("3", "1", "4", "2"),
+    ]
+    assert said == [f"machine 1 of 2: 2 of 4 ranks; the ranks' store is at 127.0.0.1:{port}"]
+    assert store.add(launch._ENDED, 0) == 1
+    assert not folder.exists(), "rank 0 makes it"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"network": "loopback"}, "several machines.*engine.network=trusted"),
+        ({"path": None}, "engine.nodes=2 without a folder.*--out"),
+        ({"node": 0, "address": "192.0.2.1:29500"}, "engine.address=192.0.2.1:29500: this machine cannot listen there"),
+    ],
+)
+def test_a_machine_refuses_what_no_rank_could_do(tmp_path, given, says):
+    with pytest.raises(ConfigError, match=says):
+        launch.start(on_two_machines(**{"node": 1, "path": tmp_path / "run", **given}))

@@ -1,6 +1,9 @@
-"""An algorithm computes the same bits in real processes as in the simulator."""
+"""An algorithm computes the same bits in real processes as in the simulator, and queued exchanges record when they began."""
+
+import threading
 
 import pytest
+import torch
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
@@ -9,6 +12,7 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.flat_tree import Tree
+from atoll.core.layout import Layout
 from atoll.core.protocols import HoldsWeights
 from atoll.engines.communication_thread import CommunicationThread
 from atoll.engines.group_collectives import GroupCollectives
@@ -68,3 +72,59 @@ def test_processes_compute_the_simulators_weights_bit_for_bit(four, size):
         assert whole.equal(done.params), algorithm
         sent = sum(sent_bytes for _, sent_bytes in results)
         assert sent == size * done.finished.sent_bytes_per_island, algorithm
+
+
+def flags_of_mean(group, nonfinite):
+    """What a mean reports where one rank's tree is not finite at one position."""
+    collectives, thread, recorded = GroupCollectives(group, timeout_s=60.0, chunk_bytes=8), CommunicationThread(), []
+    tree = Tree.of({"w": torch.ones(9)})
+    peers = ProcessPeers(collectives, thread, lambda *counts: None, tree.layout, on_exchange=recorded.append)
+    if collectives.rank == 1:
+        tree.flat[nonfinite] = float("nan")
+    finite = thread.run(peers.mean(tree)).finite
+    thread.close()
+    (one,) = recorded
+    return finite, (list(one.nonfinite), one.unusable, one.control_bytes)
+
+
+@pytest.mark.parametrize("position", [0, 4, 8])
+def test_every_rank_learns_of_a_tree_that_is_not_finite(four, position):
+    assert four.run(flags_of_mean, position, size=3) == [(False, ([1], True, 2 * 2 * 8))] * 3
+
+
+class Clock:
+    """Stands still but for exchanges, each of which takes a second."""
+
+    time_s = 0.0
+
+    def now_s(self):
+        return self.time_s
+
+
+class OneRank:
+    """A group of one rank. Its exchanges begin when both are queued."""
+
+    rank, size, sent_bytes, control_bytes, timeout_s = 0, 1, 0, 0, 60.0
+
+    def __init__(self, clock):
+        self.clock, self.both_queued = clock, threading.Event()
+
+    def all_gather_numbers(self, *numbers):
+        assert self.both_queued.wait(30)
+        self.clock.time_s += 1
+        return [list(numbers)]
+
+
+def test_an_exchange_behind_another_begins_when_that_is_over():
+    clock, thread, recorded = Clock(), CommunicationThread(), []
+    group, layout = OneRank(clock), Layout.of({"w": torch.zeros(1)})
+    peers = ProcessPeers(group, thread, lambda *counts: None, layout, clock=clock, on_exchange=recorded.append)
+
+    async def both():
+        flights = [peers.background(peers.total(number)) for number in (3.0, 4.0)]
+        group.both_queued.set()
+        return [await flight for flight in flights]
+
+    assert thread.run(both()) == [3.0, 4.0]
+    assert [(one.arrived_s, one.start_s, one.end_s) for one in recorded] == [(0.0, 0.0, 1.0), (0.0, 1.0, 2.0)]
+    thread.close()

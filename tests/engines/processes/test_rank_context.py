@@ -68,14 +68,14 @@ def test_a_value_that_is_never_set_is_waited_for_up_to_the_timeout(four):
 def test_one_process_is_a_group_of_its_own(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    store, rank, size = join_ranks(30.0)
-    context = create_context(store, rank, size)
-    assert (context.rank, context.size, context.is_rank_zero) == (0, 1, True)
-    context.barrier()
-    whole = torch.arange(3.0)
-    context.counterparts.all_gather(whole)
-    assert context.counterparts.sent_bytes == 0
-    context.close()
+    with join_ranks(30.0) as (store, rank, size):
+        context = create_context(store, rank, size)
+        assert (context.rank, context.size, context.is_rank_zero) == (0, 1, True)
+        context.barrier()
+        whole = torch.arange(3.0)
+        context.counterparts.all_gather(whole)
+        assert context.counterparts.sent_bytes == 0
+        context.close()
 
 
 class Group:

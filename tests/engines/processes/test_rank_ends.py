@@ -53,9 +53,9 @@ def test_a_closed_connection_is_distinguished_from_a_silent_one():
     (_, error), (code, _) = outcomes(2, sum_until_killed, 1, 20.0)
     assert code == -signal.SIGKILL
     assert re.match(
-        r"rank 0 could not (send to|hear from) rank 1: it has closed its connection, so it has ended\. What", str(error)
+        r"rank 0 could not (send to|receive from) rank 1: it has closed its connection, so it has ended\. What", str(error)
     )
     assert "GLHF" not in str(error)
     assert ".cc:" not in str(error)
-    assert PeerUnreachable(1, "hear from", "[/gloo/pair.cc:5] Timed out waiting 300ms for recv operation to complete").timed_out
-    assert not PeerUnreachable(1, "hear from", "[/gloo/pair.cc:5] Connection closed by peer [127.0.0.1]:1. Good luck!").timed_out
+    assert PeerUnreachable(1, "receive from", "[/gloo/pair.cc:5] Timed out waiting 300ms for recv operation to complete").timed_out
+    assert not PeerUnreachable(1, "receive from", "[/gloo/pair.cc:5] Connection closed by peer [127.0.0.1]:1. Good luck!").timed_out

@@ -19,6 +19,12 @@ from atoll.runs.cluster import Away
         ({"exchange_timeout_s": 0.0}, "exchange_timeout_s=0.0: it is more than 0"),
         ({"start_timeout_s": 0.0}, "start_timeout_s=0.0: it is more than 0"),
         ({"backend": "mpi"}, "backend.*gloo"),
+        ({"nodes": 0}, "nodes=0: at least 1"),
+        ({"nodes": 2, "processes": 3, "address": "a:1"}, "processes=3: .*engine.nodes=2.* a multiple of it"),
+        ({"nodes": 2, "address": "a:1"}, "processes=None: .*Give --processes"),
+        ({"nodes": 2, "processes": 2}, "address=None: .*HOST:PORT of the first machine"),
+        ({"nodes": 2, "processes": 2, "address": "a"}, "address=a: .*HOST:PORT"),
+        ({"nodes": 2, "node": 2, "processes": 2, "address": "a:1"}, "node=2: it is 0 on the first machine, and less than"),
         ({"network": "internet"}, "network.*loopback.*trusted"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -131,6 +132,8 @@ class ProcessEngine:
         self._start_s = 0.0
         """The time of the run when this process starts or resumes."""
         self._progress_s = time.monotonic()
+        self.own_loss_text = "no loss yet"
+        """The mean loss of this rank in the last round in which it trained."""
         self._aggregator = EventAggregator(self.accounting, context.devices_per_island, inside=inside is not None, sink=self._sink)
         self._messages = StoreMessages(context, self._aggregator)
         self._positions = DataPositions(setup.batches)
@@ -248,6 +251,8 @@ class ProcessEngine:
         before, shared = self.steps_taken, shared_fields(self._state)
         self.steps_taken = whole_steps(shared["steps"]) if "steps" in shared else before + self.algorithm.steps_per_round
         self._messages.post_record(self._record, self.round, self.steps_taken, self.clock.now_s())
+        losses = [span.loss for span in self._record.computed]
+        self.own_loss_text = f"loss {fmean(losses):.4g} on this rank" if losses else self.own_loss_text
         self._record.clear()
         self.round += 1
         self._report_timeout()
@@ -306,10 +311,12 @@ class ProcessEngine:
         return f"island {self.context.island} in round {self.round}, at inner step {self.steps_taken + step}"
 
     def _report_progress(self) -> None:
-        if self.context.is_rank_zero and time.monotonic() - self._progress_s > _PROGRESS_S:
+        if time.monotonic() - self._progress_s > _PROGRESS_S:
             self._progress_s = time.monotonic()
             done = min(self.steps, self._model.steps_taken)
-            self._sink.emit(Progress(phase="training", done=done, total=self.steps))
+            # Rank 0 shows the figures of all ranks.
+            note = "" if self.context.is_rank_zero else self.own_loss_text
+            self._sink.emit(Progress(phase="training", done=done, total=self.steps, note=note))
 
     def _report_timeout(self) -> None:
         """Report the timeout at first, and when it has changed by a factor of 2."""

@@ -172,21 +172,21 @@ class FsdpDevice(IslandRole, TrainingOnlyReplica):
         return self._model.gather(shard)
 
     def load(self, params: Tree) -> None:
-        weights = self._model.weights
-        weights.write(params if params.layout == weights.layout else weights.read().paste_(params))
+        self._model.weights.write(params)
 
     def params(self) -> Tree:
-        weights = self._model.weights
-        return Tree.borrowed_from(weights.layout, lambda: weights.read().flat)
+        return self._model.weights.borrowed()
 
-    async def train(self, steps: int, work: Work) -> None:
-        def compute() -> tuple[None, ComputeResult]:
+    async def train(self, steps: int, work: Work) -> int:
+        def compute() -> tuple[int, ComputeResult]:
             schedules = range(work.schedule, work.schedule + steps)
             stepped = [self._model.step(partial(self._assign, 1, 1, schedule), schedule) for schedule in schedules]
-            return None, ComputeResult([loss for loss, _ in stepped], sum(tokens for _, tokens in stepped))
+            tokens = sum(tokens for _, tokens in stepped)
+            return tokens, ComputeResult([loss for loss, _ in stepped], tokens)
 
-        self._device_replica.compute(compute, 0, float(steps * self._model.batches_per_step))
+        tokens = self._device_replica.compute(compute, 0, float(steps * self._model.batches_per_step))
         self._record.island_updates += steps
+        return tokens
 
 
 @contextmanager

@@ -140,10 +140,8 @@ class IslandDevice(IslandRole, TrainingOnlyReplica):
         return committed
 
     def load(self, params: Tree) -> None:
-        held = self.params()
-        if params.layout != held.layout:
-            params = held.copy(params.flat.dtype).paste_(params)
-        self._dtype, self._loaded = params.flat.dtype, params
+        self._dtype = params.flat.dtype
+        self._loaded = (self.params() if self._loaded is None else self._loaded).overlaid(params)
 
     def params(self) -> Tree:
         if self._loaded is not None:
@@ -153,12 +151,15 @@ class IslandDevice(IslandRole, TrainingOnlyReplica):
             mine = self.shard(mine)
         return mine.cast(self._dtype).borrow()
 
-    async def train(self, steps: int, work: Work) -> None:
-        """Each device is assigned its own data inside; of `work`, only the position on the schedule counts."""
+    async def train(self, steps: int, work: Work) -> int:
+        """Each device is assigned its own data inside; of `work`, only the position on the schedule counts. Returns the tokens of
+        this device's updates."""
+        before = self._committed
         await self._rebase()
         for step in range(0, steps, self._algorithm.steps_per_round):
             self._schedule = work.schedule + step
             await self._round()
+        return self._committed - before
 
     # ----------------------------------------------------------------------------------------------------------- a round
 
@@ -234,4 +235,9 @@ def check_sliceable(algorithm: Any) -> None:
         raise ConfigError(
             f"algorithm.pruned={algorithm.pruned} with several devices per island: each device exchanges a slice of the weights, "
             f"and a neuron's values may lie in two of them. Use pruned=0, or islands of one device."
+        )
+    if getattr(algorithm, "split", "contiguous") != "contiguous":
+        raise ConfigError(
+            f"algorithm.split={algorithm.split} with several devices per island: each device exchanges a slice, which "
+            f"may have no tensor of a fragment. Use split=contiguous, or islands of one device."
         )

@@ -1,4 +1,5 @@
-"""Launching a run on real processes: this command starts one process per rank on this machine, or torchrun started this one.
+"""Launching a run on real processes: this command starts one process per rank on this machine, or torchrun started this one. With
+`engine.nodes` the user types a command on each of several machines, and each starts the ranks of its machine.
 
 torch's own launcher is not used: it opens its store on all interfaces, and unpickles what it finds there.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,10 +20,11 @@ from pathlib import Path
 from types import FrameType
 
 from atoll.core.errors import AtollError, ConfigError
-from atoll.engines.liveness import PEER_MISSING, last_error
+from atoll.engines.liveness import PEER_MISSING, last_error, log_while_waiting
+from atoll.engines.network_interfaces import is_loopback
 from atoll.engines.processes.rank import rank_log_path, run_rank
 from atoll.engines.processes.spec import Processes
-from atoll.engines.rank_store import AGENT_STORE, LOOPBACK, open_store
+from atoll.engines.rank_store import AGENT_STORE, LOOPBACK, connect_store, open_store, refuse_untrusted_network
 from atoll.engines.run_lifecycle import Result, RunRequest, discard
 from atoll.engines.spec import started_by_torchrun
 
@@ -30,6 +33,11 @@ _SHUTDOWN_S = 5.0
 """Ranks that were asked to end are killed after this time."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """They end the ranks, which have sessions of their own and so do not receive a terminal's Ctrl-C."""
+
+
+_ENDED = "atoll/ended"
+_END_WAIT_S = 60.0
+"""How long the store of the first machine waits for the ranks of the others to end."""
 
 
 class ProcessFailed(AtollError):
@@ -46,6 +54,13 @@ def start(request: RunRequest) -> Result | None:
         return run_rank(request)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
         raise ConfigError("RANK and WORLD_SIZE are set without MASTER_ADDR. Set MASTER_ADDR and MASTER_PORT too, or unset RANK.")
+    if isinstance(spec, Processes) and spec.nodes > 1:
+        if request.run is None and spec.node == 0:
+            with request.open() as task:
+                if task.finished:
+                    return task.reopen()
+        launch_node(spec, request)
+        return None
     if request.run is not None:
         _refuse_own_objects(request)
     with request.open() as task:
@@ -70,24 +85,68 @@ def _refuse_own_objects(request: RunRequest) -> None:
 
 
 def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
-    """Start this number of processes of the command `atoll` with these arguments, and wait for them.
+    """Start this number of processes of the command `atoll` with these arguments, and wait for them; see `run_ranks`."""
+    store, port = open_store(LOOPBACK)  # it lives in this process, and so outlives the ranks
+    ranks = range(processes)
+    run_ranks(
+        [sys.executable, "-m", "atoll", *arguments],
+        [_variables(rank, rank, ranks, processes, LOOPBACK, port) for rank in ranks],
+        folder,
+    )
+    del store
+
+
+def launch_node(spec: Processes, request: RunRequest) -> None:
+    """Start this machine's ranks, each of which is this command again, and wait for them. The first machine hosts the store of all
+    ranks; its rank 0 has the run's folder, and shows the result."""
+    assert spec.address is not None
+    assert spec.processes is not None
+    refuse_untrusted_network(spans=True, trusted=spec.network == "trusted", setting="--set engine.network=trusted")
+    if request.out is None:
+        raise ConfigError(f"engine.nodes={spec.nodes} without a folder for the run, which each machine needs. Give --out FOLDER.")
+    host, port, store = spec.address.rpartition(":")[0], int(spec.address.rpartition(":")[2]), None
+    if spec.node == 0:
+        try:
+            # The machine's own name may be a loopback address here, which the others do not reach.
+            found = socket.gethostbyname(host)
+            store, _ = open_store("0.0.0.0" if is_loopback(found) and found != host else found, port)
+        except OSError as error:
+            raise ConfigError(
+                f"engine.address={spec.address}: this machine cannot listen there ({error.strerror or error}). Give an address of "
+                f"this machine that the others reach, and a free port; or engine.node=1 if this is the second machine."
+            ) from error
+    here = spec.processes // spec.nodes
+    ranks = range(spec.node * here, (spec.node + 1) * here)
+    request.log(f"machine {spec.node} of {spec.nodes}: {here} of {spec.processes} ranks; the ranks' store is at {spec.address}")
+    variables = [_variables(rank, rank - ranks[0], ranks, spec.processes, host, port) for rank in ranks]
+    run_ranks([sys.executable, *sys.orig_argv[1:]], variables, request.out)
+    if store is None:
+        with suppress(RuntimeError):  # the first machine waits no longer
+            connect_store(host, port).add(_ENDED, 1)
+        return
+    deadline_s = time.monotonic() + _END_WAIT_S
+    with log_while_waiting(request.log, "waiting for the ranks of the other machines to end"):
+        while store.add(_ENDED, 0) < spec.nodes - 1 and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+
+
+def run_ranks(command: Sequence[str], variables: Sequence[Mapping[str, str]], folder: Path) -> None:
+    """Start a process of this command with each of these sets of variables, and wait for all.
 
     Raises:
         ProcessFailed: one of them failed; says which and why. The others have been stopped.
         KeyboardInterrupt: the user pressed Ctrl-C. All of them have been stopped.
     """
-    store, port = open_store(LOOPBACK)  # it lives in this process, and so outlives the ranks
     ranks = LaunchedRanks()
     with _caught_signals() as caught:
         try:
-            for rank in range(processes):
-                ranks.start([sys.executable, "-m", "atoll", *arguments], _variables(rank, processes, port))
+            for one in variables:
+                ranks.start(command, one)
             while not caught and not ranks.failures and ranks.running:
                 time.sleep(_POLL_S)
                 ranks.poll()
         finally:
             ranks.stop(caught[0] if caught else signal.SIGTERM)
-    del store
     if caught and caught[0] == signal.SIGINT:
         raise KeyboardInterrupt
     if caught:
@@ -96,10 +155,10 @@ def launch(processes: int, arguments: Sequence[str], folder: Path) -> None:
         raise ProcessFailed(why(ranks.failures, folder))
 
 
-def _variables(rank: int, processes: int, port: int) -> dict[str, str]:
-    """torchrun's variables, by which a rank finds the others."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
-    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": LOOPBACK, AGENT_STORE: "True"}
+def _variables(rank: int, local: int, here: Sequence[int], processes: int, host: str, port: int) -> dict[str, str]:
+    """torchrun's variables, by which a rank finds the others. `here`: the ranks of its machine."""
+    numbers = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": len(here), "MASTER_PORT": port}
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": host, AGENT_STORE: "True"}
 
 
 @contextmanager
@@ -137,7 +196,9 @@ class LaunchedRanks:
 
     def start(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         environment = {**os.environ, **variables}
-        self.running[len(self.running)] = subprocess.Popen(command, env=environment, start_new_session=True)
+        self.running[int(variables.get("RANK", len(self.running)))] = subprocess.Popen(
+            command, env=environment, start_new_session=True
+        )
 
     def poll(self, by_launcher: int | None = None) -> None:
         """Note which ranks have ended. `by_launcher`: the signal that the launcher has sent to those that were running."""

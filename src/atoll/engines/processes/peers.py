@@ -79,14 +79,14 @@ class ProcessPeers:
     # ----------------------------------------------------------------------------------------------------------- exchanges
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
-        return await self._exchange("mean", lambda: self._mean(tree, weight, compare, encoding))
+        whole = tree.claim(torch.float32 if encoding is not None else None)
+        return await self._exchange("mean", lambda: self._mean(whole, weight, compare, encoding))
 
-    def _mean(self, tree: Tree, weight: float, compare: bool, encoding: Encoding | None) -> ExchangeOutcome[Mean]:
-        weights, nonfinite = self._gather_weights(weight, tree)
-        total = float(sum(weights))
+    def _mean(self, whole: Tree, weight: float, compare: bool, encoding: Encoding | None) -> ExchangeOutcome[Mean]:
+        weights, nonfinite = self._gather_weights(weight, whole)
+        total, unsent = float(sum(weights)), None
         if total == 0:
-            return Mean(tree.zeros(), 0.0, True, not nonfinite), 0.0, nonfinite
-        whole, unsent = tree.claim(torch.float32 if encoding is not None else None), None
+            return Mean(whole.zeros(), 0.0, True, not nonfinite), 0.0, nonfinite
         products = torch.zeros(self.size, self.size, dtype=torch.float64) if compare and self._on_similarity is not None else None
         if encoding is not None:
             mean = self._group.encoded_mean(whole.flat, weights, encoding, inner_products=products)
@@ -98,6 +98,7 @@ class ProcessPeers:
         self.results.append(whole)
         if products is not None and self._on_similarity is not None:
             self._on_similarity(DeltaSimilarity(products.tolist(), weights))
+        unsent = unsent if weights[self.rank] else None
         return Mean(whole, total, True, not nonfinite, unsent), total, nonfinite
 
     async def reduce_scatter(
@@ -167,12 +168,13 @@ class ProcessPeers:
         return state
 
     def _exchange(self, what: str, call: Callable[[], ExchangeOutcome[T]]) -> Request[T]:
-        """A request for the communication thread, which records when the exchange was asked for and when it was over."""
+        """A request for the communication thread, which records when the exchange was asked for, began, and was over."""
         arrived_s, group = self._clock.now_s(), self._group
         background = self._launching or threading.current_thread() is not self._computing_thread
 
         def timed() -> T:
             sent, control = group.sent_bytes, group.control_bytes
+            start_s = self._clock.now_s() if background else None  # it may have waited for others in the background
             group.timeout_s = self._timeout.start()
             result, weight, nonfinite = call()
             end_s = self._clock.now_s()
@@ -180,7 +182,7 @@ class ProcessPeers:
             counted = group.sent_bytes - sent, group.control_bytes - control
             record = ExchangeRecord(what, arrived_s, end_s, *counted, weight, background, nonfinite)
             unusable = record.makes_update and (bool(nonfinite) or weight == 0)
-            self._on_exchange(replace(record, unusable=unusable))
+            self._on_exchange(replace(record, unusable=unusable, start_s=start_s))
             return result
 
         return Request(timed)

@@ -12,8 +12,10 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,18 @@ from atoll.core.config.json_records import from_json, to_json
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
+from atoll.core.verified_files import open_to_append
 from atoll.engines.checkpoints import Checkpoint
-from atoll.engines.liveness import ExchangeTimeout, exit_with, recorded_exit_reason, rotate_log, write_log_line
+from atoll.engines.liveness import ExchangeTimeout, exit_with, log_while_waiting, recorded_exit_reason, rotate_log, write_log_line
 from atoll.engines.point_to_point import first_sentence
 from atoll.engines.processes.engine import ProcessEngine, ProcessSetup
 from atoll.engines.processes.fsdp import ShardedModel
 from atoll.engines.processes.rank_context import RankContext, create_context
 from atoll.engines.processes.sharded_checkpoints import ShardedCheckpoints
 from atoll.engines.processes.spec import Processes, gpu_of_rank
-from atoll.engines.rank_store import TRUSTED, find_store, on_loopback, refuse_untrusted_network, spans_machines
-from atoll.engines.run_lifecycle import Driver, Result, RunRequest, RunTask
+from atoll.engines.rank_rendezvous import exchange_interface, wait_for_all, wait_for_keys
+from atoll.engines.rank_store import TRUSTED, find_store, refuse_untrusted_network, spans_machines
+from atoll.engines.run_lifecycle import Driver, Result, RunRequest, RunTask, discard
 from atoll.engines.spec import read_spec
 from atoll.engines.training_setup import loss_of, replica_of, replica_seed
 from atoll.engines.warm_start_training import Prepared, WarmStart
@@ -46,6 +50,8 @@ from atoll.replica.forward_backward import Loss
 from atoll.runs.folder import RunFolder
 from atoll.runs.run_settings import Run, device_of
 from atoll.runs.workloads import partitioned_by_weights
+from atoll.telemetry.console_progress import ConsoleSink
+from atoll.telemetry.event_log import explained
 
 _PLAN = "plan"
 
@@ -54,22 +60,26 @@ def run_rank(request: RunRequest) -> Result | None:
     """Carry out a run as one of the processes that the launcher or torchrun started. Rank 0 returns the result."""
     known = _known_spec(request)
     held = ExitStack()
-    held.enter_context(on_loopback(unless=spans_machines()))
+    # One rank of each machine writes to its console.
+    screen = request.log if os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0" else discard
     try:
         trusted = known.network == "trusted"
         refuse_untrusted_network(spans=spans_machines(), trusted=trusted, setting="--set engine.network=trusted")
-        store, rank, size = join_ranks(known.start_timeout_s)
+        store, rank, size = held.enter_context(join_ranks(known.start_timeout_s, screen))
         if rank == 0:
             plan, task = _publish_plan(store, request, size, held)
         else:
-            plan = _read_plan(store, rank)
+            plan = _read_plan(store, rank, known.start_timeout_s, screen)
             # A machine that does not see rank 0's folder keeps its files in a folder of its own.
             folder = RunFolder(request.out or plan.folder)
             task = RunTask(run=plan.run, spec=plan.spec, folder=folder, workload=request.workload)
+            if screen is not discard:
+                task = _with_console(task, rank)
+                task.log(f"rank {rank} of {size}; log: {rank_log_path(folder.path, rank)}; rank 0 is on {plan.host}")
     except Exception as error:
         exit_with(error)
     run, spec = plan.run, plan.spec
-    with open_rank_log(task.folder.path, rank) as log, held, recorded_exit_reason(store, rank, size):
+    with open_rank_log(task.folder.path, rank, task.log) as log, held, recorded_exit_reason(store, rank, size):
         if plan.finished:
             dist.destroy_process_group()
             return task.reopen() if rank == 0 else None
@@ -81,12 +91,24 @@ def run_rank(request: RunRequest) -> Result | None:
         inside = run.inside is not None
         devices = run.cluster.devices_per_island if inside else 1
         context = create_context(
-            store, rank, size, devices=devices, inside=inside, backend=spec.backend, start_limit_s=spec.start_timeout_s
+            store, rank, size, devices=devices, inside=inside, backend=spec.backend, start_limit_s=spec.start_timeout_s, log=screen
         )
-        result = RankDriver(task, spec, context, device, log, limit).carry_out()
+        driver = RankDriver(task, spec, context, device, log, limit)
+        result = driver.carry_out()
         context.barrier()
         context.close()
+        if rank != 0:
+            task.log(f"finished: {driver.outcome}. The weights and figures of the run are in {plan.folder} on {plan.host}")
         return result
+
+
+def _with_console(task: RunTask, rank: int) -> RunTask:
+    """The task of the first rank of a further machine, which shows its progress there. What it prints otherwise goes to its log."""
+    from rich.console import Console
+
+    console = Console(file=os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", buffering=1))
+    show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    return replace(task, sinks=[ConsoleSink(f"{task.run.recipe}, rank {rank}", console=console)], log=show)
 
 
 def _known_spec(request: RunRequest) -> Processes:
@@ -105,19 +127,23 @@ def rank_log_path(folder: Path, rank: int) -> Path:
 
 
 @contextmanager
-def open_rank_log(folder: Path, rank: int) -> Iterator[Callable[[str], object]]:
+def open_rank_log(folder: Path, rank: int, screen: Callable[[str], object] = discard) -> Iterator[Callable[[str], object]]:
     """A function that appends a line to the rank's log, which also takes what ranks other than rank 0 print. A rank that fails
-    writes why and exits at once."""
+    writes why, on its screen too, and exits at once."""
     path = rank_log_path(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     rotate_log(path)
-    with open(path, "a", encoding="utf-8") as file:
+    with explained("write", path):
+        opened = open_to_append(path)
+    with TextIOWrapper(opened, encoding="utf-8") as file:
         console = {number: os.dup(number) for number in (1, 2)} if rank != 0 else {}
         for number in console:
             os.dup2(file.fileno(), number)
         try:
             yield lambda text: write_log_line(file, text)
         except BaseException as error:
+            if rank != 0:
+                screen(f"error: {' '.join(str(error).split())} (log: {path})")
             exit_with(error, file)
         finally:
             for number, before in console.items():
@@ -137,15 +163,18 @@ class RunPlan:
     spec: Processes
     folder: Path
     finished: bool = False
+    host: str = field(default_factory=platform.node)
+    """The machine of rank 0."""
 
     def to_text(self) -> str:
-        plain = {"run": to_json(self.run), "spec": asdict(self.spec), "folder": str(self.folder), "finished": self.finished}
-        return json.dumps(plain)
+        places = {"folder": str(self.folder), "finished": self.finished, "host": self.host}
+        return json.dumps({"run": to_json(self.run), "spec": asdict(self.spec), **places})
 
     @staticmethod
     def from_text(text: str) -> RunPlan:
         record = json.loads(text)
-        return RunPlan(from_json(record["run"], hint=Run), Processes(**record["spec"]), Path(record["folder"]), record["finished"])
+        spec, folder = Processes(**record["spec"]), Path(record["folder"])
+        return RunPlan(from_json(record["run"], hint=Run), spec, folder, record["finished"], record["host"])
 
 
 def _publish_plan(store: Store, request: RunRequest, size: int, held: ExitStack) -> tuple[RunPlan, RunTask]:
@@ -163,7 +192,8 @@ def _publish_plan(store: Store, request: RunRequest, size: int, held: ExitStack)
             task.log(spec.ignored_settings(task.run))
             task.log(f"outside of rounds a rank waits {spec.start_timeout_s:g} s for the others (engine.start_timeout_s)")
             if spans_machines():
-                task.log(f"engine.network=trusted: {TRUSTED}")
+                by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+                task.log(f"engine.network=trusted: {TRUSTED if by_torchrun else TRUSTED.partition(', and')[0]}")
         plan = RunPlan(task.run, spec, task.folder.path, task.finished)
     except Exception as error:
         store.set(_PLAN, json.dumps({"refused": str(error) or type(error).__name__}))
@@ -173,14 +203,17 @@ def _publish_plan(store: Store, request: RunRequest, size: int, held: ExitStack)
     return plan, task
 
 
-def _read_plan(store: Store, rank: int) -> RunPlan:
+def _read_plan(store: Store, rank: int, limit_s: float, log: Callable[[str], object] = discard) -> RunPlan:
+    why = f"it took longer than {limit_s:g} s"
     try:
-        text = store.get(_PLAN).decode()
+        missing = wait_for_keys(store, {0: _PLAN}, "to load its data and publish the plan", limit_s, log)
+        text = "" if missing else store.get(_PLAN).decode()
     except RuntimeError as error:
+        text, why = "", first_sentence(str(error))
+    if not text:
         raise ExchangeFailed(
-            f"rank {rank} received no plan: rank 0 has ended, or takes longer than engine.start_timeout_s. "
-            f"({first_sentence(str(error))})"
-        ) from error
+            f"rank {rank} received no plan: rank 0 has ended, or takes longer than engine.start_timeout_s. ({why})"
+        )
     refused = json.loads(text).get("refused")
     if refused is not None:
         raise ConfigError(f"rank 0 has refused the run: {refused}")
@@ -189,15 +222,20 @@ def _read_plan(store: Store, rank: int) -> RunPlan:
     return plan
 
 
-def join_ranks(timeout_s: float) -> tuple[Store, int, int]:
-    """Wait until all ranks have started, by the variables that torchrun set, and initialise the process group of all ranks.
+@contextmanager
+def join_ranks(timeout_s: float, log: Callable[[str], object] = discard) -> Iterator[tuple[Store, int, int]]:
+    """Wait until all ranks have started, by the variables that torchrun set, and initialise the process group of all ranks. While
+    the context is open, new groups use the same network interface.
 
-    Returns:
+    Yields:
         A store that all ranks see, this rank, and the number of ranks. The timeout holds for the store and the group.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
-        found, rank, size = find_store(timeout_s)
+        with log_while_waiting(
+            log, f"waiting for the store of the ranks at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        ):
+            found, rank, size = find_store(timeout_s)
     except RuntimeError as error:
         raise ExchangeFailed(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not find all others within {timeout_s:g} s. See that all "
@@ -205,31 +243,10 @@ def join_ranks(timeout_s: float) -> tuple[Store, int, int]:
             f"({first_sentence(str(error))})"
         ) from error
     store = PrefixStore("atoll", found)
-    wait_for_all(store, rank, size, timeout_s)
-    dist.init_process_group("gloo", store=PrefixStore("torch", found), rank=rank, world_size=size, timeout=timeout)
-    return store, rank, size
-
-
-def wait_for_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
-    """Wait until every rank has set its key."""
-    keys = [f"here/{other}" for other in range(size)]
-    try:
-        store.set(keys[rank], "")
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise ExchangeFailed(f"rank {rank} {_missing_ranks(store, keys, timeout_s)}") from error
-
-
-def _missing_ranks(store: Store, keys: list[str], timeout_s: float) -> str:
-    try:
-        here = [other for other, key in enumerate(keys) if store.check([key])]
-    except RuntimeError:
-        return "waited for the others, and rank 0's machine, or the process there that hosts the store, has ended."
-    missing = [other for other in range(len(keys)) if other not in here]
-    return (
-        f"waited {timeout_s:g} s for ranks {missing} of {len(keys)}, which have not started; ranks {here} are here. See that all "
-        f"were started, or raise engine.start_timeout_s."
-    )
+    wait_for_all(store, rank, size, timeout_s, log)
+    with exchange_interface(store, rank, size, spans=spans_machines(), limit_s=timeout_s, log=log):
+        dist.init_process_group("gloo", store=PrefixStore("torch", found), rank=rank, world_size=size, timeout=timeout)
+        yield store, rank, size
 
 
 def _choose_device(plan: RunPlan) -> str:
@@ -260,6 +277,8 @@ class RankDriver(Driver[ProcessEngine]):
     ) -> None:
         super().__init__(task)
         self.leads = context.is_rank_zero
+        self.outcome = ""
+        """What this rank has done, in words, when it has trained."""
         self._spec, self._context, self._device, self._log, self._limit = spec, context, device, log, limit
         self._sharded = ShardedCheckpoints(self.folder.checkpoints, self.run.keep.checkpoints, context)
 
@@ -312,6 +331,7 @@ class RankDriver(Driver[ProcessEngine]):
         with ExitStack() as stack:
             stack.push(lambda kind, error, trace: engine.close(wait=kind is None))
             yield engine
+            self.outcome = f"{engine.steps_taken} steps in {engine.round} rounds, {engine.own_loss_text}"
 
     def restore(self, engine: ProcessEngine, checkpoint: Checkpoint) -> None:
         engine.restore(checkpoint.metadata["engine"], self._sharded.loader(checkpoint, engine.parts()))

@@ -8,7 +8,7 @@ its island; and all ranks, for everything that is not training.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Store
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.group_collectives import GroupCollectives
-from atoll.engines.liveness import FailureAttribution, Heartbeat, HeartbeatMonitor, store_heartbeat
+from atoll.engines.liveness import WAIT_LOG_S, FailureAttribution, Heartbeat, HeartbeatMonitor, store_heartbeat
 
 _POLL_S = 0.01  # between two looks into the store
 
@@ -42,6 +42,8 @@ class RankContext:
     heartbeat: Heartbeat
     backend: str = "gloo"
     """Of the groups that weights travel in."""
+    log: Callable[[str], object] = lambda line: None
+    """Takes a line about whom this rank waits for."""
 
     @property
     def islands(self) -> int:
@@ -62,7 +64,7 @@ class RankContext:
 
     def get(self, key: str, of: int) -> str:
         """The value that another rank sets in the store. Waits for it while that rank is alive, up to the timeout of all_ranks."""
-        began_s, monitor = time.monotonic(), HeartbeatMonitor(self.store, of)
+        began_s, monitor, log_s = time.monotonic(), HeartbeatMonitor(self.store, of), WAIT_LOG_S
         try:
             while not self.store.check([key]):
                 waited_s, failure = time.monotonic() - began_s, monitor.failure()
@@ -71,6 +73,10 @@ class RankContext:
                         f"rank {self.rank} waited {waited_s:.0f} s for rank {of} to set {key}: {failure or 'it takes longer'}. "
                         f"The last checkpoint is valid."
                     )
+                if waited_s > log_s:
+                    log_s += WAIT_LOG_S
+                    limit_s = self.all_ranks.timeout_s
+                    self.log(f"rank {self.rank} waits for rank {of} to set {key} ({waited_s:.0f} s of at most {limit_s:.0f} s)")
                 time.sleep(_POLL_S)
             return self.store.get(key).decode()
         except RuntimeError as error:
@@ -112,6 +118,7 @@ def create_context(
     inside: bool = False,
     backend: str = "gloo",
     start_limit_s: float = 3600.0,
+    log: Callable[[str], object] = lambda line: None,
 ) -> RankContext:
     """Create this rank's groups, for islands of so many devices. All ranks call this together.
 
@@ -119,6 +126,7 @@ def create_context(
         inside: whether the devices of an island have an algorithm of their own.
         start_limit_s: how long a rank waits for others outside of rounds: for rank 0's warm start and evaluations, for data, for a
             checkpoint. Exchanges have another timeout, which the engine sets.
+        log: takes a line every 15 s about whom this rank waits for outside of rounds.
     """
 
     def collectives(groups: list[list[int]], backend: str) -> GroupCollectives:
@@ -134,7 +142,7 @@ def create_context(
     island_devices = collectives(_island_ranks(size, devices), backend) if inside else None
     all_ranks = collectives([list(range(size))], "gloo")
     heartbeat = store_heartbeat(store, rank)
-    return RankContext(rank, size, devices, store, all_ranks, counterparts, island_devices, heartbeat, backend)
+    return RankContext(rank, size, devices, store, all_ranks, counterparts, island_devices, heartbeat, backend, log)
 
 
 def _island_ranks(size: int, devices: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from atoll.core.config.type_checks import Timeout
 from atoll.core.errors import ConfigError
-from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
+from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec, is_dialled
 from atoll.runs.run_settings import Run, device_of
 
 
@@ -24,6 +24,9 @@ class Processes(ProcessSpec):
         network: "loopback": all ranks run on one machine, and nothing listens beyond its loopback interface. "trusted": ranks that
             torchrun started on several machines may connect over the network. torch's transport has no authentication and no
             encryption: everyone on that network can read and change the run, and torch's launcher executes what it receives.
+        nodes: number of machines, on each of which you start this command; torchrun's machines do not count.
+        node: the number of this machine, from 0 on.
+        address: HOST:PORT of the first machine, where the ranks of all machines meet.
     """
 
     name: ClassVar[str] = "processes"
@@ -37,6 +40,9 @@ class Processes(ProcessSpec):
     start_timeout_s: Timeout = 3600.0
     backend: Literal["gloo", "nccl"] = "gloo"
     network: Literal["loopback", "trusted"] = "loopback"
+    nodes: int = 1
+    node: int = 0
+    address: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,12 +50,30 @@ class Processes(ProcessSpec):
         self.check(
             ("exchange_timeout_s", timeout_s is None or timeout_s >= LEAST_TIMEOUT_S, f"{least}. Leave it out to derive it"),
             ("start_timeout_s", self.start_timeout_s >= LEAST_TIMEOUT_S, f"{least}. Leave it out for 3600"),
+            ("nodes", self.nodes >= 1, "at least 1. Leave it out if all ranks run on this machine"),
+            ("node", 0 <= self.node < self.nodes, f"it is 0 on the first machine, and less than engine.nodes={self.nodes}"),
+            (
+                "address",
+                is_dialled(self.address) if self.address else self.nodes == 1,
+                f"with engine.nodes={self.nodes} it is HOST:PORT of the first machine, such as first.example:29500",
+            ),
+            (
+                "processes",
+                self.nodes == 1 or (self.processes is not None and self.processes % self.nodes == 0),
+                f"with engine.nodes={self.nodes} it is the number of all ranks, a multiple of it. Give --processes",
+            ),
         )
 
     def fitted(self, run: Run) -> Run:
         """The run with the islands that these processes make up, and its data cut as before."""
         self.refuse_asynchronous(run, "all islands take part in")
         fitted = self.on_processes(run, self.processes or run.cluster.devices)
+        quorum: int | None = getattr(run.algorithm, "quorum", None)
+        if quorum is not None and quorum < fitted.effective_cluster.islands:
+            raise ConfigError(
+                f"algorithm.quorum={quorum} with --engine processes: its exchanges need every process. Use algorithm.quorum=none, "
+                f"or the simulator, or --engine elastic."
+            )
         if self.backend == "nccl" and device_of(fitted.resolved) != "cuda":
             raise ConfigError(
                 f"engine.backend=nccl connects GPUs, and with train.device={run.train.device} this run computes on the CPU here. "
