@@ -1,5 +1,6 @@
 """Collectives of real processes: the simulator's bits and the formula's bytes, members that leave, and members that are lost."""
 
+import math
 import re
 import signal
 import time
@@ -15,12 +16,14 @@ from atoll.core.layout import shard_range
 from atoll.core.protocols import Encoding
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.simulator.collectives import encoded_mean, ordered_sum
-from atoll.optim.codecs import CODECS
+from atoll.optim.codecs import CODECS, WINDOW
 from atoll.runs.cluster import CONTROL_BYTES, Link, all_reduce_cost
 from tests.process_pool import outcomes, sum_until_killed
 
 SIZES = [1, 3, 64, 1001]  # fewer elements than ranks, and sizes that no number of ranks or pieces divides
 NUMEL = 13
+MANY = 3 * 6 * WINDOW + 1
+"""So many values that one of three ranks has a chunk of 2^18 bytes more than the others, and each more than are in flight."""
 
 
 def buffer_of(rank):
@@ -66,7 +69,13 @@ def exchange_encoded(group, buffers, weights, name, chunk_bytes):
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "fp32"])
 def test_encoded_means_have_the_simulators_bits_and_the_formulas_bytes(four, name):
     generator = torch.Generator().manual_seed(0)
-    for size, numel, chunk_bytes in ((2, 700, 1 << 20), (3, 5, 1 << 20), (4, 5000, 1 << 20), (2, 300_000, 1 << 18)):
+    for size, numel, chunk_bytes in (
+        (2, 700, 1 << 20),
+        (3, 5, 1 << 20),
+        (4, 5000, 1 << 20),
+        (2, 300_000, 1 << 18),
+        (3, MANY, 1 << 18),
+    ):
         weights = [1.0, 0.3, 0.0, 0.9][:size]
         buffers = [torch.randn(numel, generator=generator) for _ in range(size)]
         encodings = [Encoding(CODECS[name], 7 + rank) for rank in range(size)]
@@ -75,8 +84,66 @@ def test_encoded_means_have_the_simulators_bits_and_the_formulas_bytes(four, nam
         results = four.run(exchange_encoded, buffers, weights, name, chunk_bytes, size=size)
         for rank, (mean, left_out, sent_bytes) in enumerate(results):
             assert torch.equal(mean, expected.flat)
-            assert torch.equal(left_out, unsent[rank].flat)
+            if weights[rank]:
+                assert torch.equal(left_out, unsent[rank].flat)
+            else:
+                assert unsent[rank] is None
             assert sent_bytes == cost.sent_bytes[rank]
+
+
+class WatchedCodec:
+    """A codec that reports where each chunk that it encodes begins: with a seed of 0 that is the chunk's seed."""
+
+    def __init__(self, codec, on_encode):
+        self._codec, self._on_encode = codec, on_encode
+        self.gathers, self.nbytes, self.decode = codec.gathers, codec.nbytes, codec.decode
+
+    def encode(self, values, seed=0):
+        self._on_encode(seed)
+        return self._codec.encode(values, seed)
+
+
+def calls_of_an_encoded_mean(group, numel, name):
+    """What an encoded mean does, in order, each with the payload that had been posted by then."""
+    collectives, calls = GroupCollectives(group, timeout_s=60.0, chunk_bytes=1 << 18), []
+    own = shard_range(numel, collectives.rank, collectives.size)
+
+    def on_encode(start):
+        if start < numel:  # else it is a chunk of the mean
+            calls.append(("own" if own[0] <= start < own[1] else "others'", start, collectives.sent_bytes))
+
+    collectives.encoded_mean(
+        buffer_of(collectives.rank).repeat(numel // NUMEL + 1)[:numel],
+        [1.0] * collectives.size,
+        Encoding(WatchedCodec(CODECS[name], on_encode), 0),
+        on_sent=lambda rank, data: calls.append(("sent", data.numel(), collectives.sent_bytes)),
+        on_received=lambda rank, data: calls.append(("received", data.numel(), collectives.sent_bytes)),
+    )
+    return calls, collectives.sent_bytes
+
+
+def test_a_rank_encodes_its_own_chunks_and_sends_finished_ones_while_others_travel(four):
+    for calls, sent_bytes in four.run(calls_of_an_encoded_mean, MANY, "int8", size=3):
+        kinds = [kind for kind, *_ in calls]
+        assert kinds.index("own") < kinds.index("received"), "before it waits"
+        scattered = sum(count for kind, count, _ in calls if kind == "sent")
+        by_then = next(posted for kind, _, posted in reversed(calls) if kind == "received")
+        assert scattered < by_then < sent_bytes, "parts of the mean are on their way before the last chunk has arrived"
+        starts = [start for kind, start, _ in calls if kind in ("own", "others'")]
+        assert len(set(starts)) == len(starts) == 6 * 3 + 1, "each chunk is encoded once"
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "fp32"])
+def test_a_buffer_with_nan_and_infinity_makes_an_encoded_mean_nonfinite_with_the_simulators_bits(four, name):
+    """Else a run would go on with numbers that a codec has made of them."""
+    buffers = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    buffers[0][100], buffers[1][4000] = math.nan, -math.inf
+    trees, encodings = [Tree.of({"w": buffer}) for buffer in buffers], [Encoding(CODECS[name], 7 + rank) for rank in range(2)]
+    expected, _ = encoded_mean(trees, [1.0, 1.0], encodings)
+    assert not expected["w"][:2500].isfinite().all()
+    assert not expected["w"][2500:].isfinite().all()
+    for mean, *_ in four.run(exchange_encoded, buffers, [1.0, 1.0], name, 1 << 20, size=2):
+        torch.testing.assert_close(mean, expected.flat, rtol=0, atol=0, equal_nan=True)
 
 
 def products_of_slices(group, chunk_bytes):
@@ -167,7 +234,7 @@ def test_a_member_that_does_not_answer_is_named_after_the_timeout(four):
     *errors, late = four.run(wait_in_vain, 0.3, size=3)
     assert late is None
     for (text, waited_s), name in zip(errors, ("Ada", "Bob"), strict=True):
-        assert re.match(rf"{name} could not (send to|hear from) (Ada|Bob|Eve) within 0.3 s", text)
+        assert re.match(rf"{name} could not (send to|receive from) (Ada|Bob|Eve) within 0.3 s", text)
         assert "saved before this round is valid" in text
         assert 0.3 <= waited_s < 20
     assert any("Eve" in text for text, _ in errors)
@@ -181,6 +248,6 @@ def test_the_others_name_a_member_that_is_killed_in_a_collective():
     assert (first, third) == (0, 0)
     for error in (first_error, third_error):
         assert isinstance(error, ExchangeFailed)
-        assert re.search(r"could not (send to|hear from) rank \d: it has closed its connection", str(error))
+        assert re.search(r"could not (send to|receive from) rank \d: it has closed its connection", str(error))
     assert "rank 1" in f"{first_error} {third_error}"
     assert time.perf_counter() - began_s < 60

@@ -256,6 +256,17 @@ def test_rotation_under_a_running_process_loses_no_line_and_its_last_error_is_fo
     assert last_lines(log, 2) == "x" * 60 + " | error: no more."
 
 
+def test_rotation_writes_through_no_link(tmp_path, monkeypatch):
+    monkeypatch.setattr(liveness, "LOG_LIMIT_BYTES", 5)
+    other, log = tmp_path / "other", tmp_path / "island.log"
+    for path, link in ((other, log), (log, log.with_name("island.log.0"))):
+        link.unlink(missing_ok=True)
+        path.write_text("not a log")
+        link.symlink_to(other)
+        rotate_log(log, in_use=True)
+        assert other.read_text() == "not a log"
+
+
 def test_a_log_on_a_full_disk_ends_nothing():
     full = open("/dev/full", "w")  # noqa: SIM115, closing it fails
     write_log_line(full, "nothing")

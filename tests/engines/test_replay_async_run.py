@@ -45,8 +45,14 @@ def simulated(folder, *settings, recipe=recipes.toy_async):
         ("algorithm.outer=DelayedNesterov(period=4)", "algorithm.pace=measured", "algorithm.weight=1/k"),
         ("algorithm.outer=Buffered(rule=Nesterov(lr=0.5),size=3)", "algorithm.correction=DelayCompensation(strength=0.5)"),
         ("algorithm.correction=Polynomial(threshold=2)", "algorithm.grace_s=0"),
+        (
+            "algorithm.codec=int4",
+            "algorithm.correction=DelayCompensation(strength=0.5)",
+            "cluster.drop_probability=0.3",
+            "cluster.outages=[Outage(island=0,start_s=4,stop_s=9)]",
+        ),
     ],
-    ids=["toy", "moments", "lost", "outages", "delayed", "buffered", "discarded"],
+    ids=["toy", "moments", "lost", "outages", "delayed", "buffered", "discarded", "encoded"],
 )
 def test_a_simulated_run_is_replayed_to_the_bit(tmp_path, settings):
     found = replay_run(simulated(tmp_path / "run", *settings))

@@ -92,6 +92,16 @@ def test_an_exchange_starts_when_the_last_rank_arrives_and_ends_when_the_last_on
     ]
 
 
+def test_a_queued_exchange_starts_when_every_rank_has_finished_the_one_before():
+    """Both fragments were launched at 1 s. The second leaves when the first has arrived, and within one second."""
+    aggregator, accounting, sink = aggregator_of()
+    flights = [mean(1.0, 2.0, 10), mean(1.0, 3.0, 40, start_s=2.0)]
+    later = [mean(1.0, 2.0, 10), mean(1.5, 3.0, 40, start_s=2.25)]
+    aggregator.add_round([RoundRecord([], flights), RoundRecord([], later)], 3, 4.0)
+    assert [(event.start_s, event.end_s) for event in of(sink, Exchanged)] == [(1.0, 2.0), (2.25, 3.0)]
+    assert [ledger.busiest_second_bytes for ledger in accounting.ledgers] == [40, 40]
+
+
 def test_events_of_a_round_are_ordered_by_their_end():
     aggregator, _, sink = aggregator_of()
     records = [

@@ -487,6 +487,13 @@ def test_tensorboard_files_are_written_when_asked(tmp_path):
     assert list((done.folder / "tensorboard").iterdir())
 
 
+def test_a_missing_tensorboard_is_refused_before_there_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"TensorBoard logs need torch\.utils\.tensorboard"):
+        run_lifecycle.run(small("keep.tensorboard=true"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("partition", ["ByDomain", "Dirichlet(alpha=0.5)", "KMeans"])
 def test_islands_with_different_data_run_and_weigh_by_examples(partition, tmp_path):
     settings = [f"data.partition={partition}", "cluster.islands=2"]

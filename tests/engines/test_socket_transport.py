@@ -14,8 +14,10 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from atoll.engines.elastic.snapshot_server import DirectNetwork, SnapshotServer
-from atoll.engines.group_collectives import GroupCollectives
+from atoll.core.errors import ExchangeFailed
+from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.snapshot_server import SnapshotServer
+from atoll.engines.group_collectives import MAX_TEXT_BYTES, GroupCollectives
 from atoll.engines.point_to_point import PeerUnreachable, transport_for
 from atoll.engines.socket_transport import AcceptedConnections, SocketGroup, connect_group
 
@@ -133,13 +135,36 @@ def test_a_socket_group_is_its_own_transport_and_sums_in_rank_order(connected):
     assert in_parallel(mean, groups) == [(True, ["é", "éé", "ééé"])] * 3
 
 
+@pytest.mark.parametrize("length", [-1.0, 0.0, 0.5, float("nan"), float("inf"), MAX_TEXT_BYTES + 1.0, 1e12])
+def test_an_impossible_length_of_a_text_fails_the_exchange_on_all_ranks_before_memory_is_taken(connected, length):
+    def gather(group):
+        collectives = GroupCollectives(group, timeout_s=30.0)
+        if group.rank() == 1:
+            return collectives.all_gather_numbers(length)
+        with pytest.raises(ExchangeFailed, match=rf"rank 1 announced a text of .* bytes, and 1 to {MAX_TEXT_BYTES} are allowed"):
+            collectives.all_gather_text("text")
+        return None
+
+    in_parallel(gather, connected(3))
+
+
+def test_a_text_that_is_too_long_fails_the_exchange_on_its_own_rank_too(connected, monkeypatch):
+    monkeypatch.setattr("atoll.engines.group_collectives.MAX_TEXT_BYTES", 3)
+
+    def gather(group):
+        with pytest.raises(ExchangeFailed, match="rank 1 announced a text of 4 bytes, and 1 to 3 are allowed"):
+            GroupCollectives(group, timeout_s=30.0).all_gather_text("text" if group.rank() else "")
+
+    in_parallel(gather, connected(2))
+
+
 def test_a_rank_that_sends_nothing_is_unreachable_after_the_timeout(connected):
     group, _ = connected(2)
     began_s = time.monotonic()
     with pytest.raises(PeerUnreachable, match=r"timed out after 0\.2 s") as lost:
         group.post({}, {1: torch.empty(3)})(0.2)
     assert 0.2 <= time.monotonic() - began_s < 20
-    assert (lost.value.rank, lost.value.action, lost.value.timed_out) == (1, "hear from", True)
+    assert (lost.value.rank, lost.value.action, lost.value.timed_out) == (1, "receive from", True)
     with pytest.raises(PeerUnreachable):  # and stays so, since the rest of a message may still come
         group.post({1: torch.empty(3)}, {})
 

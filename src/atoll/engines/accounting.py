@@ -81,10 +81,60 @@ class Ledger:
     present_s: float = 0.0
     spans: int = 0
     """Compute spans so far."""
+    busiest_second_bytes: float = 0.0
+    """Payload that left in one second of the run's clock, at most. A donor's transfers are not in it."""
+    second: int = 0
+    """The last second in which payload left."""
+    second_bytes: float = 0.0
 
-    def add_bytes(self, payload_bytes: int, control_bytes: int) -> None:
+    @property
+    def utilisation(self) -> float:
+        return self.computed_s / self.present_s if self.present_s else 0.0
+
+    def add_bytes(self, payload_bytes: int, control_bytes: int, start_s: float | None = None, end_s: float = 0.0) -> None:
+        """Bytes that left evenly between these times. An island's exchanges follow each other."""
         self.sent_bytes += payload_bytes
         self.control_bytes += control_bytes
+        if start_s is None or not payload_bytes:
+            return
+        first, last = math.floor(start_s), math.floor(end_s)
+        if first >= last:
+            self._add_in_second(last, payload_bytes)
+            return
+        rate = payload_bytes / (end_s - start_s)
+        self._add_in_second(first, rate * (first + 1 - start_s))
+        if first + 1 < last:
+            self._add_in_second(last - 1, rate)  # as in each of the whole seconds before
+        self._add_in_second(last, rate * (end_s - last))
+
+    def _add_in_second(self, second: int, num_bytes: float) -> None:
+        if second > self.second:
+            self.second, self.second_bytes = second, 0.0
+        self.second_bytes += num_bytes
+        self.busiest_second_bytes = max(self.busiest_second_bytes, self.second_bytes)
+
+
+@dataclass
+class DepartedIslands:
+    """The sums of the ledgers of islands that left so long ago that their own are no longer kept."""
+
+    islands: int = 0
+    seen: int = 0
+    """Islands that were present in a round. The figures below are theirs."""
+    sent_bytes: int = 0
+    control_bytes: int = 0
+    utilisation: float = 0.0
+    busiest_second_bytes: float = 0.0
+    """Of the busiest island."""
+
+    def add(self, ledger: Ledger) -> None:
+        self.islands += 1
+        if ledger.present_s > 0:
+            self.seen += 1
+            self.sent_bytes += ledger.sent_bytes
+            self.control_bytes += ledger.control_bytes
+            self.utilisation += ledger.utilisation
+            self.busiest_second_bytes = max(self.busiest_second_bytes, ledger.busiest_second_bytes)
 
 
 @dataclass
@@ -114,6 +164,7 @@ class RunAccounting:
     def __init__(self, islands: int, devices: int = 0, *, real: bool = False) -> None:
         self.ledgers = [Ledger() for _ in range(islands)]
         self.device_ledgers = [[Ledger() for _ in range(devices)] for _ in range(islands if devices else 0)]
+        self.departed = DepartedIslands()
         self.totals = Totals()
         self.divergence = ""
         """Describes the last loss that was not finite."""
@@ -127,8 +178,9 @@ class RunAccounting:
 
     # ------------------------------------------------------------------------------------------------------ within a round
 
-    def sent(self, island: int, payload_bytes: int, control_bytes: int) -> None:
-        self.ledgers[island].add_bytes(payload_bytes, control_bytes)
+    def sent(self, island: int, payload_bytes: int, control_bytes: int, start_s: float | None = None, end_s: float = 0.0) -> None:
+        """Accounts what an island sent to one receiver, between these times if they are known."""
+        self.ledgers[island].add_bytes(payload_bytes, control_bytes, start_s, end_s)
 
     def exchanged(
         self,
@@ -140,22 +192,24 @@ class RunAccounting:
         sent_bytes: Sequence[int],
         control_bytes: Sequence[int],
         weight: float,
+        start_s: float | None = None,
         heard: Sequence[bool] | None = None,
         background: bool = False,
         inside: int | None = None,
     ) -> ev.Exchanged:
         """Accounts one exchange between islands, or between the devices of island `inside`. All take part unless `heard` says
-        otherwise."""
+        otherwise, and it starts when the last has arrived unless `start_s` says otherwise."""
+        start_s = max(arrived_s) if start_s is None else start_s
         ledgers = [self.ledgers[island] for island in islands] if inside is None else self.device_ledgers[inside]
         for ledger, payload, control in zip(ledgers, sent_bytes, control_bytes, strict=True):
-            ledger.add_bytes(payload, control)
+            ledger.add_bytes(payload, control, start_s, end_s)
         return ev.Exchanged(
             round=self.totals.round,
             what=what,
             islands=list(islands),
             heard=[True] * len(islands) if heard is None else list(heard),
             arrived_s=list(arrived_s),
-            start_s=max(arrived_s),
+            start_s=start_s,
             end_s=end_s,
             sent_bytes=list(sent_bytes),
             control_bytes=list(control_bytes),
@@ -168,7 +222,7 @@ class RunAccounting:
         """Norms and cosines of the contributions to a mean, from the matrix of their inner products."""
         norms = [math.sqrt(row[i]) for i, row in enumerate(products)]
         pairs = [(i, j) for i, j in combinations(range(len(norms)), 2) if 0 < norms[i] < math.inf and 0 < norms[j] < math.inf]
-        cosines = [products[i][j] / (norms[i] * norms[j]) for i, j in pairs]
+        cosines = [products[i][j] / (norms[i] * norms[j]) for i, j in pairs if math.isfinite(products[i][j])]
         return ev.Compared(
             round=self.totals.round,
             norms=norms,
@@ -268,12 +322,13 @@ class RunAccounting:
             rounds=self.totals.round,
             outer_steps=self.totals.outer_steps,
             warm_start_tokens=warm_start_tokens,
-            utilisation=fmean(ledger.computed_s / ledger.present_s for ledger in self._seen()),
+            utilisation=self._mean("utilisation"),
             control_bytes_per_island=self._mean("control_bytes"),
             val_loss=self.totals.metrics["loss"],
             digest=digest,
             inside_bytes_per_device=self._bytes_per_device(),
             inside_dropped_tokens=self.totals.dropped_tokens if self.device_ledgers else None,
+            busiest_second_bytes=max([self.departed.busiest_second_bytes, *(one.busiest_second_bytes for one in self._seen())]),
             **self._figures(time_s),
         )
 
@@ -292,7 +347,9 @@ class RunAccounting:
 
     def _mean(self, name: str) -> float:
         """Over the islands that have ever been present."""
-        return fmean(getattr(ledger, name) for ledger in self._seen() or self.ledgers)
+        ledgers = self._seen() or self.ledgers
+        figures = [getattr(one, name) for one in (self.departed, *ledgers)]
+        return math.fsum(figures) / (self.departed.seen + len(ledgers))
 
     def _seen(self) -> list[Ledger]:
         return [ledger for ledger in self.ledgers if ledger.present_s > 0]
@@ -341,7 +398,7 @@ class RunAccounting:
         return {
             "engine": {**self.to_parts(), "hub": parts["plain"], "versions": list(versions), **engine},
             "hub": {"state": parts["state"]},
-            "buffers": {"buffers": buffers},
+            "buffers": {"buffers": buffers, "encoded": parts["encoded"]},
             **{f"version-{name}": {"params": tree} for name, tree in versions.items()},
         }
 
@@ -351,8 +408,9 @@ class RunAccounting:
         engine: dict[str, Any] = load("engine", None)
         self.from_parts(engine)
         versions = {name: load(f"version-{name}", {"params": hub.params})["params"] for name in engine["versions"]}
-        hub.from_parts(load("hub", {"state": hub.state})["state"], versions, engine["hub"])
-        buffers: dict[str, Any] = load("buffers", None)["buffers"]
+        tensors = load("buffers", None)
+        hub.from_parts(load("hub", {"state": hub.state})["state"], versions, tensors["encoded"], engine["hub"])
+        buffers: dict[str, Any] = tensors["buffers"]
         return engine, buffers
 
 

@@ -14,6 +14,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,16 +22,21 @@ from torch import Tensor
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
-from atoll.core.protocols import Codec, Encoding
+from atoll.core.protocols import Encoding
+from atoll.engines.chunk_arithmetic import EncodedPart, add_inner_products, nothing, weighted_sum
 from atoll.engines.liveness import FailureAttribution
 from atoll.engines.point_to_point import BatchTransport, Group, PeerUnreachable, transport_for
 from atoll.optim.codecs import WINDOW
 from atoll.runs.cluster import CONTROL_BYTES
 
+T = TypeVar("T")
+
 CHUNK_BYTES = 1 << 20
 """gloo moves larger messages one way at a time, and messages of this size both ways at once. Between two ranks a chunk is twice as
 large, since each rank receives from one other only."""
 CHUNKS_IN_FLIGHT = 4
+MAX_TEXT_BYTES = 1 << 24
+"""Of one rank's text, whose length the rank announces itself."""
 LOST = "it died, or its link is too slow"
 """The possible reasons for a rank that does not answer in time."""
 
@@ -94,10 +100,16 @@ class GroupCollectives:
         return [received.get(rank, mine).tolist() for rank in range(self.size)]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text, in rank order."""
+        """Every rank's text, in rank order. ExchangeFailed on all ranks, before memory is taken, if a length is impossible."""
         mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        lengths = [int(row[0]) for row in self.all_gather_numbers(len(mine))]
-        received = {rank: torch.empty(lengths[rank], dtype=torch.uint8) for rank in self._others()}
+        lengths = [row[0] for row in self.all_gather_numbers(len(mine))]
+        for name, length in zip(self.names, lengths, strict=True):
+            if not 1 <= length <= MAX_TEXT_BYTES or not length.is_integer():
+                raise ExchangeFailed(
+                    f"{name} announced a text of {length:g} bytes, and 1 to {MAX_TEXT_BYTES} are allowed: its message was "
+                    f"damaged on the way, or it is no process of this run. Restart it if this goes on."
+                )
+        received = {rank: torch.empty(int(lengths[rank]), dtype=torch.uint8) for rank in self._others()}
         self._finish(self._post(dict.fromkeys(self._others(), mine), received))
         self.control_bytes += len(mine) * (self.size - 1)
         return [text if rank == self.rank else received[rank].numpy().tobytes().decode() for rank in range(self.size)]
@@ -152,7 +164,8 @@ class GroupCollectives:
 
         def steps() -> Iterator[Callable[[], None]]:
             for number in range(max(map(len, chunks))):
-                sends = {rank: flat[slice(*chunks[rank][number])] for rank in self._others() if number < len(chunks[rank])}
+                spans = {rank: chunks[rank][number] for rank in self._others() if number < len(chunks[rank])}
+                sends = {rank: flat[slice(*span)] for rank, span in spans.items()}
                 if number >= len(chunks[self.rank]):
                     yield self._post(sends, {})
                     continue
@@ -168,7 +181,7 @@ class GroupCollectives:
                 for rank, chunk in received.items():
                     on_received(rank, chunk)
             if inner_products is not None:
-                _add_inner_products(terms, inner_products)
+                add_inner_products(terms, inner_products)
             weighted_sum(terms, weights, out)
             if divide_by is not None:
                 out /= divide_by  # while it is in the cache
@@ -184,114 +197,68 @@ class GroupCollectives:
         encoding: Encoding,
         *,
         inner_products: Tensor | None = None,
-        on_received: Callable[[int, Tensor], object] | None = None,
+        on_sent: Callable[[int, Tensor], object] = nothing,
+        on_received: Callable[[int, Tensor], object] = nothing,
     ) -> Tensor:
         """The weighted mean of all ranks' fp32 buffers, which travel encoded. `flat` then holds what the encoding left out of this
-        rank's buffer. The weights have a sum above 0. `on_received` is shown each encoded chunk of another rank."""
-        codec, seed = encoding
-        if codec.gathers:
-            return self._gathered_mean(flat, weights, encoding, inner_products=inner_products, on_received=on_received)
-        mean, total = torch.empty_like(flat), float(sum(weights))
-        chunks = [self._encoded_chunks(*shard_range(flat.numel(), rank, self.size)) for rank in range(self.size)]
-        encoded: list[Tensor] = []
+        rank's buffer. The weights have a sum above 0. `on_sent` and `on_received` are shown each encoded chunk, with the rank that
+        it goes to or comes from.
 
-        def encode(start: int, stop: int) -> Tensor:
-            data = codec.encode(flat[start:stop], seed + start)
-            if weights[self.rank]:  # else nothing of this buffer is in the mean
-                codec.unsent(flat[start:stop], data)
-            return data
+        A rank encodes its own chunk while others' chunks travel, and sends a finished chunk of the mean at once. All ranks post in
+        the same order, and wait for a message only after they have posted it, so none waits for a message that another rank holds
+        back.
+        """
+        part = EncodedPart(self.rank, flat, torch.empty_like(flat), weights, encoding, inner_products)
+        gathers, others = encoding.codec.gathers, self._others()
+        slices = [(0, flat.numel()) if gathers else shard_range(flat.numel(), rank, self.size) for rank in range(self.size)]
+        chunks = [self._encoded_chunks(*whole) for whole in slices]
 
-        def scatter() -> Iterator[Callable[[], None]]:
+        def spans(number: int) -> dict[int, tuple[int, int]]:
+            return {rank: chunks[rank][number] for rank in range(self.size) if number < len(chunks[rank])}
+
+        def send() -> Iterator[Callable[[], Callable[[], None] | None]]:
             for number in range(max(map(len, chunks))):
-                sends = {rank: encode(*chunks[rank][number]) for rank in self._others() if number < len(chunks[rank])}
-                self.sent_bytes += sum(data.numel() for data in sends.values())
-                if number >= len(chunks[self.rank]):
-                    yield self._post(sends, {})
-                    continue
-                start, stop = chunks[self.rank][number]
-                received = {
-                    rank: torch.empty(codec.nbytes(stop - start), dtype=torch.uint8, device=flat.device) for rank in self._others()
+                own = spans(number).get(self.rank)
+                seen = part.encode(own) if gathers and own is not None else None
+                sends = {
+                    rank: part.encode(span)[0] if seen is None else seen[0]
+                    for rank, span in spans(number).items()
+                    if rank in others
                 }
-                yield partial(add, self._post(sends, received), received, start, stop)
+                received = {rank: part.bytes_for(own) for rank in others} if own is not None else {}
+                wait = self._post_encoded(sends, received)
+                for rank, data in sends.items():
+                    on_sent(rank, data)
+                if seen is None and own is not None:
+                    seen = part.encode(own)
+                yield partial(add, wait, number, seen, received)
 
-        def add(wait: Callable[[], None], received: Mapping[int, Tensor], start: int, stop: int) -> None:
+        def add(
+            wait: Callable[[], None], number: int, seen: tuple[Tensor, Tensor] | None, received: Mapping[int, Tensor]
+        ) -> Callable[[], None] | None:
             wait()
-            part = mean[start:stop]
-            self._add_decoded(codec, {**received, self.rank: encode(start, stop)}, weights, part, inner_products, on_received)
-            encoded.append(codec.encode(part, seed + flat.numel() + start))
-            error = part.clone()
-            codec.decode(encoded[-1], stop - start, out=part)
-            if weights[self.rank]:  # the owner feeds the error of the second encoding back with its next buffer
-                flat[start:stop].add_(error.sub_(part), alpha=total / weights[self.rank])
-
-        def gather() -> Iterator[Callable[[], None]]:
-            for number in range(max(map(len, chunks))):
-                mine = encoded[number] if number < len(encoded) else None
-                sends = dict.fromkeys(self._others(), mine) if mine is not None else {}
-                self.sent_bytes += 0 if mine is None else mine.numel() * (self.size - 1)
-                spans = {rank: chunks[rank][number] for rank in self._others() if number < len(chunks[rank])}
-                received = {
-                    rank: torch.empty(codec.nbytes(stop - start), dtype=torch.uint8, device=flat.device)
-                    for rank, (start, stop) in spans.items()
-                }
-                yield partial(read, self._post(sends, received), received, spans)
-
-        def read(wait: Callable[[], None], received: Mapping[int, Tensor], spans: Mapping[int, tuple[int, int]]) -> None:
-            wait()
-            for rank, (start, stop) in spans.items():
-                codec.decode(received[rank], stop - start, out=mean[start:stop])
-
-        self._pipeline(scatter())
-        self._pipeline(gather())
-        return mean
-
-    def _gathered_mean(
-        self,
-        flat: Tensor,
-        weights: Sequence[float],
-        encoding: Encoding,
-        *,
-        inner_products: Tensor | None,
-        on_received: Callable[[int, Tensor], object] | None,
-    ) -> Tensor:
-        """`encoded_mean` with a codec whose values are gathered: every rank adds all of them itself."""
-        codec, seed = encoding
-        mean = torch.empty_like(flat)
-
-        def steps() -> Iterator[Callable[[], None]]:
-            for start, stop in self._encoded_chunks(0, flat.numel()):
-                own = codec.encode(flat[start:stop], seed + start)
-                if weights[self.rank]:
-                    codec.unsent(flat[start:stop], own)
-                received = {rank: torch.empty_like(own) for rank in self._others()}
-                self.sent_bytes += own.numel() * (self.size - 1)
-                yield partial(add, self._post(dict.fromkeys(received, own), received), {**received, self.rank: own}, start, stop)
-
-        def add(wait: Callable[[], None], encoded: Mapping[int, Tensor], start: int, stop: int) -> None:
-            wait()
-            self._add_decoded(codec, encoded, weights, mean[start:stop], inner_products, on_received)
-
-        self._pipeline(steps())
-        return mean
-
-    def _add_decoded(
-        self,
-        codec: Codec,
-        encoded: Mapping[int, Tensor],
-        weights: Sequence[float],
-        out: Tensor,
-        inner_products: Tensor | None,
-        on_received: Callable[[int, Tensor], object] | None,
-    ) -> None:
-        """The weighted mean of encoded chunks, by rank."""
-        for rank, data in encoded.items() if on_received is not None else ():
-            if rank != self.rank and on_received is not None:
+            for rank, data in received.items():
                 on_received(rank, data)
-        terms = [codec.decode(encoded[rank], out.numel()) for rank in range(self.size)]
-        if inner_products is not None:
-            _add_inner_products(terms, inner_products)
-        weighted_sum(terms, weights, out)
-        out /= float(sum(weights))
+            if seen is not None:
+                part.add(seen[1], received, spans(number)[self.rank])
+            return None if gathers else gather(spans(number))
+
+        def gather(spans: Mapping[int, tuple[int, int]]) -> Callable[[], None]:
+            sends = dict.fromkeys(others, part.encode_mean(spans[self.rank])) if self.rank in spans else {}
+            received = {rank: part.bytes_for(span) for rank, span in spans.items() if rank != self.rank}
+            return partial(read, self._post_encoded(sends, received), spans, received)
+
+        def read(wait: Callable[[], None], spans: Mapping[int, tuple[int, int]], received: Mapping[int, Tensor]) -> None:
+            wait()
+            for rank, data in received.items():
+                part.read_mean(data, spans[rank])
+
+        self._pipeline(send())
+        return part.mean
+
+    def _post_encoded(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
+        self.sent_bytes += sum(data.numel() for data in sends.values())
+        return self._post(sends, receives)
 
     def _encoded_chunks(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Chunks of whole windows, so that their bytes do not depend on where a slice is cut."""
@@ -345,15 +312,23 @@ class GroupCollectives:
 
     # -------------------------------------------------------------------------------------------------------------- chunks
 
-    def _pipeline(self, steps: Iterator[Callable[[], None]]) -> None:
-        """Post steps ahead of the one that is finished, and finish them in order."""
-        in_flight: deque[Callable[[], None]] = deque()
-        for step in steps:
-            in_flight.append(step)
-            if len(in_flight) > CHUNKS_IN_FLIGHT:
-                self._finish(in_flight.popleft())
-        while in_flight:
-            self._finish(in_flight.popleft())
+    def _pipeline(self, steps: Iterator[Callable[[], Callable[[], None] | None]]) -> None:
+        """Post steps ahead of the one that is finished, and finish them in order. A step may post another as it finishes."""
+        in_flight: deque[Callable[[], Callable[[], None] | None]] = deque()
+        following: deque[Callable[[], None]] = deque()
+        for step in itertools.chain(steps, itertools.repeat(None)):
+            if step is not None:
+                in_flight.append(step)
+            elif not in_flight:
+                break
+            if step is None or len(in_flight) > CHUNKS_IN_FLIGHT:
+                posted = self._finish(in_flight.popleft())
+                if posted is not None:
+                    following.append(posted)
+                if len(following) > CHUNKS_IN_FLIGHT:
+                    self._finish(following.popleft())
+        while following:
+            self._finish(following.popleft())
 
     def _chunks(self, flat: Tensor, rank: int) -> list[tuple[int, int]]:
         """Where the chunks of a rank's slice start and stop."""
@@ -374,9 +349,9 @@ class GroupCollectives:
             return partial(_raise, lost)
         return lambda: wait(self.timeout_s)
 
-    def _finish(self, wait: Callable[[], None]) -> None:
+    def _finish(self, wait: Callable[[], T]) -> T:
         try:
-            wait()
+            return wait()
         except PeerUnreachable as lost:
             raise self._failure(lost) from lost
 
@@ -396,26 +371,5 @@ class GroupCollectives:
         )
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-def _add_inner_products(terms: Sequence[Tensor], inner_products: Tensor) -> None:
-    """A chunk lies in the cache, and is short enough for sums in its own precision."""
-    for one, two in itertools.combinations_with_replacement(range(len(terms)), 2):
-        product = float(torch.dot(terms[one].float(), terms[two].float()))
-        inner_products[one, two] += product
-        inner_products[two, one] += product if one != two else 0.0
-
-
-def weighted_sum(terms: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
-    """The weighted sum in rank order, rounded after every product and every sum, so that its bits do not depend on where a buffer
-    is cut. Terms are overwritten, and `out` may be one of them."""
-    total: Tensor | None = None
-    for part, weight in zip(terms, weights, strict=True):
-        if weight:
-            term = part.to(out.dtype)
-            term = term if weight == 1.0 else term.mul_(weight)
-            total = term if total is None else total.add_(term)
-    if total is not None and total.data_ptr() != out.data_ptr():
-        out.copy_(total)

@@ -1,7 +1,7 @@
 """Liveness of the processes of a run: which of them are alive, which of them failed first, and how long an exchange may take.
 
 A closed connection reveals a dead process, but only to the processes that exchange over it. A rank that waits for a value in a
-store needs heartbeats: the store knows nothing of failures. What a process wrote before it died is in its text log.
+store needs heartbeats: the store does not report failures. What a process wrote before it died is in its text log.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ TIMEOUT_INTERVALS = 10.0
 """The timeout in multiples of the longest interval between two exchanges so far."""
 PEER_MISSING = 3
 """The exit code of a process that ends because a peer is missing or does not match."""
+WAIT_LOG_S = 15.0
+"""How often a process says whom it waits for."""
 _READ_S = 1.0  # a monitor reads the store at most this often
 
 Peer = TypeVar("Peer", bound=Hashable)
@@ -93,6 +95,16 @@ class Heartbeat:
         self._closed.set()
         if wait:
             self._thread.join()
+
+
+@contextmanager
+def log_while_waiting(log: Callable[[str], object], what: str, every_s: float = WAIT_LOG_S) -> Iterator[None]:
+    """Log what the caller waits for, and for how long it has waited, every so many seconds."""
+    repeated = Heartbeat(lambda number: log(f"{what} ({number * every_s:.0f} s)"), interval_s=every_s)
+    try:
+        yield
+    finally:
+        repeated.close(wait=True)
 
 
 def store_heartbeat(store: Store, rank: int) -> Heartbeat:
@@ -298,7 +310,9 @@ def rotate_log(log: Path, *, in_use: bool = False) -> None:
             return
         try:
             if in_use:
-                with log.open("r+b") as old, unfinished.open("wb") as new:
+                unfinished.unlink(missing_ok=True)  # an earlier process has died
+                with open_to_append(log) as old, unfinished.open("xb") as new:
+                    old.seek(0)
                     while block := old.read(_READ_BYTES):
                         new.write(block)
                     new.flush()
@@ -342,7 +356,7 @@ def _tail(path: Path) -> str:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
             return file.read().decode("utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return ""
 
 

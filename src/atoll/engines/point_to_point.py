@@ -80,14 +80,14 @@ class GlooTransport:
         outgoing, incoming = host_buffers(sends, receives)
         # Receives first: gloo sends nothing before the receiver has announced its buffer. On a slow link that announcement would
         # queue behind the payload of the other direction, and one end would idle for the time of a chunk.
-        works = [self._start(self._group.recv, tensor, rank, "hear from") for rank, tensor in incoming.items()]
+        works = [self._start(self._group.recv, tensor, rank, "receive from") for rank, tensor in incoming.items()]
         works += [self._start(self._group.send, tensor, rank, "send to") for rank, tensor in outgoing.items()]
 
         def wait(timeout_s: float) -> None:
             for work, rank, action in works:
                 with _reaching(rank, action):
                     work.wait(timedelta(seconds=timeout_s))
-                if action == "hear from" and receives[rank].is_cuda:
+                if action == "receive from" and receives[rank].is_cuda:
                     receives[rank].copy_(incoming[rank], non_blocking=True)
 
         return wait

@@ -34,6 +34,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Arrival, AsyncAlgorithm, Sink, Task, Work, Workload
 from atoll.core.serialization import load_tree
 from atoll.core.verified_files import expanded
+from atoll.engines.hub_encoding import decode_weights, encode_update, encode_weights
 from atoll.engines.timed_replica import ProcessReplica, run_worker_round
 from atoll.engines.training_setup import loss_of, matrix_products, replica_of
 from atoll.engines.warm_start_training import RunPreparation
@@ -73,6 +74,11 @@ class _Replay:
         self._version = 0
         self._versions = {0: params}
         self._replicas: dict[int, LocalReplica] = {}
+        self._plan = run.algorithm.plan
+        self._held: dict[int, Tree] = {}
+        """The weights that each worker was last dispatched with."""
+        self._unsent: dict[int, Tree | None] = {}
+        """What the codec has left out of each worker's updates that arrived."""
         self._running: dict[int, Dispatched] = {}
         self.rounds = self.local_updates = 0
         self.workers: set[int] = set()
@@ -95,23 +101,37 @@ class _Replay:
         match event:
             case Dispatched():
                 self._running[event.island] = event
+                self._held[event.island] = self._weights_of(event)
                 if event.island not in self._replicas:
-                    self._replicas[event.island] = self._make_replica(event.island)
+                    self._new_replica(event.island)
             case Arrived():
                 self._arrive(event)
             case Refused() if self._is_running(event.island, event.round):
                 self._release_version(self._running.pop(event.island))
-                self._replicas[event.island] = self._make_replica(event.island)
+                self._new_replica(event.island)
             case Returned() if self._is_running(event.island, event.round):  # the link lost the update
+                unsent = self._unsent[event.island]
                 self._train(self._running.pop(event.island))
+                self._unsent[event.island] = unsent
             case IslandLeft():
                 if event.island in self._running:
                     self._release_version(self._running.pop(event.island))
                 self._replicas.pop(event.island, None)
+                self._held.pop(event.island, None)
             case IslandJoined():
-                self._replicas[event.island] = self._make_replica(event.island)
+                self._new_replica(event.island)
             case _:
                 pass
+
+    def _new_replica(self, island: int) -> None:
+        self._replicas[island], self._unsent[island] = self._make_replica(island), None
+
+    def _weights_of(self, event: Dispatched) -> Tree:
+        """The weights that a worker is dispatched with, as it decodes them: see `engines.hub_encoding`."""
+        weights, held, codec = self._versions[event.version], self._held.get(event.island), self._plan.codec
+        if codec is None or held is None:
+            return weights
+        return decode_weights(codec, held, encode_weights(codec, weights, held, event.round))
 
     def _is_running(self, island: int, round: int) -> bool:
         return island in self._running and self._running[island].round == round
@@ -123,11 +143,10 @@ class _Replay:
                 f"written by another version, or is incomplete. Run it again."
             )
         task = self._running.pop(event.island)
-        dispatched = self._versions[task.version]
         delta = self._train(task)
         workers = self._present.get(event.round, len(self._replicas))
         old = self._state
-        self._state = self._algorithm.step(old, Arrival(delta, dispatched, self._version - task.version, workers))
+        self._state = self._algorithm.step(old, Arrival(delta, self._held[event.island], self._version - task.version, workers))
         self._version += self._state is not old
         if self._version != event.version:
             raise ConfigError(
@@ -149,9 +168,11 @@ class _Replay:
         # the same bits, unless a device had micro-batches of its own (the order of the sum differs), or modules draw random numbers
         # on GPUs (each GPU has its own generator).
         local.micro_batches = self._micro_batches * task.devices
-        delta = run_worker_round(self._algorithm, ProcessReplica(local), Task(self._versions[task.version], task.steps, work))
+        delta = run_worker_round(self._algorithm, ProcessReplica(local), Task(self._held[task.island], task.steps, work))
         self._release_version(task)
-        return Tree(delta.layout, delta.flat)  # a step may read it more than once
+        sent = encode_update(self._plan, delta, self._unsent[task.island], task.round)
+        self._unsent[task.island] = sent.unsent
+        return Tree(sent.delta.layout, sent.delta.flat)  # a step may read it more than once
 
     def _release_version(self, task: Dispatched) -> None:
         self._needed[task.version] -= 1

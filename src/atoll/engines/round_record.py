@@ -46,6 +46,7 @@ class ExchangeRecord:
     background: bool
     nonfinite: Sequence[int] = field(default_factory=list)  # ranks whose tree was not finite
     unusable: bool = False  # no update can be made of it: a rank's tree was not finite, or the weights add up to 0
+    start_s: float | None = None  # when this rank's exchanges before it were over; None: when it arrived
 
     @property
     def makes_update(self) -> bool:
@@ -132,7 +133,7 @@ class EventAggregator:
         totals.dropped_tokens += sum(record.dropped_tokens for record in records)
         if self._inside:
             totals.local_updates += sum(record.island_updates for record in records)
-        elif not any(span.steps for record in records for span in record.computed):
+        elif any(record.computed for record in records) and not any(span.steps for record in records for span in record.computed):
             totals.local_updates += len(self._islands)  # all gradients of the round are one update of each island
         self._sink.emit(self._accounting.round_finished(steps, len(self._islands), now_s))
 
@@ -164,6 +165,7 @@ class EventAggregator:
             first.what,
             islands=self._islands if inside is None else range(len(members)),
             arrived_s=[max(exchange.arrived_s for exchange in devices) for devices in members],
+            start_s=max(e.arrived_s if e.start_s is None else e.start_s for devices in members for e in devices),
             end_s=max(exchange.end_s for devices in members for exchange in devices),
             sent_bytes=[sum(exchange.sent_bytes for exchange in devices) for devices in members],
             control_bytes=[sum(exchange.control_bytes for exchange in devices) for devices in members],
@@ -187,9 +189,12 @@ class EventAggregator:
 
 
 def _sum(values: Iterable[float]) -> float:
-    """The exact sum; with values that are not finite, the plain one."""
+    """The exact sum; the plain one where there is none, such as of opposite infinities."""
     terms = list(values)
-    return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
+    try:
+        return math.fsum(terms)
+    except (ValueError, OverflowError):
+        return sum(terms)
 
 
 def _end_s(event: Event) -> float:

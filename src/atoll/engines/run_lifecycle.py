@@ -35,6 +35,7 @@ from atoll.core.verified_files import expanded, is_verified, open_to_append, wri
 from atoll.data.text import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
+from atoll.engines.own_code import LoopWorkload, load_own_code
 from atoll.engines.simulator.spec import Simulator
 from atoll.engines.spec import EngineSpec, read_spec, refuse_torchrun, saved_spec, write_spec
 from atoll.engines.training_setup import matrix_products
@@ -42,10 +43,10 @@ from atoll.engines.warm_start_training import Cache, Prepared, RunPreparation, W
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run_settings import Run, check_recorded_precision, choose_computing, device_of, dtype_of, here
-from atoll.runs.validation import check_finetuning_inputs
+from atoll.runs.validation import check_model_inputs
 from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.event_log import JsonlSink, clock_of, log_damage, read_events
-from atoll.telemetry.sinks import Fanout, ResumableSink, TensorBoardSink
+from atoll.telemetry.sinks import Fanout, ResumableSink, TensorBoardSink, import_tensorboard
 from atoll.telemetry.summary import Summary, read_summary
 
 
@@ -82,6 +83,8 @@ class RunInputs:
     """What a user gives besides the Run and the engine's spec; see `run`."""
 
     workload: Workload | None = None
+    code: str = ""
+    """By which other processes load the workload; empty if it lives in this process."""
     sinks: Sequence[Sink] = ()
     log: Callable[[str], object] = discard
     cache: Cache = field(default_factory=Cache)
@@ -159,13 +162,7 @@ class RunRequest(RunInputs):
     def _reopen(self) -> tuple[Run, EngineSpec, RunFolder]:
         assert self.out is not None
         folder = RunFolder.open(self.out)
-        saved = read_spec(folder.path)
-        if self.spec is not None and self.spec.name != saved.name:
-            raise ConfigError(
-                f"--engine {self.spec.name} with --resume {self.out}: this run's engine is {saved.name}, and stays so. "
-                f"Leave out --engine, or start a new run."
-            )
-        folder.check_workload(None if self.workload is None else type_name(type(self.workload)))
+        saved = check_resumable(folder, self.spec, self.workload)
         self._log_unverified(folder)
         spec = self.spec or saved
         self.check_faults(folder.run, spec)
@@ -187,7 +184,7 @@ def run(
     *,
     engine: EngineSpec | None = None,
     out: str | Path | None = None,
-    workload: Workload | None = None,
+    workload: Workload | str | None = None,
     sinks: Sequence[Sink] = (),
     command: Sequence[str] | None = None,
     cache: Cache | None = None,
@@ -200,7 +197,9 @@ def run(
         run: the run.
         engine: Simulator() by default; Processes(), Elastic() or Ray() for real processes.
         out: the run's folder; by default a new one under runs/.
-        workload: trained instead of the Run's model and data. A warm start reads its first shard.
+        workload: trained instead of the Run's model and data. A warm start reads its first shard. With Elastic() it is the name of
+            a function, as "FILE.py:NAME" or "MODULE:NAME", which every island calls: without parameters it returns the workload;
+            with one it is a training loop, for `atoll.run_islands`, which Ray() takes, too.
         sinks: further receivers of events.
         command: the command that started the run, for source.txt.
         cache: runs with the same cache share data and warm start.
@@ -215,7 +214,7 @@ def resume(
     out: str | Path,
     *,
     engine: EngineSpec | None = None,
-    workload: Workload | None = None,
+    workload: Workload | str | None = None,
     sinks: Sequence[Sink] = (),
     command: Sequence[str] | None = None,
     log: Callable[[str], object] = discard,
@@ -237,7 +236,7 @@ def _launch(
     run: Run | None,
     engine: EngineSpec | None,
     out: str | Path | None,
-    workload: Workload | None,
+    workload: Workload | str | None,
     sinks: Sequence[Sink],
     command: Sequence[str] | None,
     log: Callable[[str], object],
@@ -247,14 +246,27 @@ def _launch(
     """Have the engine's launcher start the run, or resume the run in `out`."""
     check_type("engine", engine, EngineSpec | None)
     check_type("out", out, str | None)
+    code = ""
+    if isinstance(workload, str):
+        own = load_own_code(workload)
+        workload, code = own.open(), own.name
     check_type("workload", workload, Workload | None)
     if workload is not None:  # a missing method is refused now, not in the middle of a run
         check_type("workload.batches", workload.batches, Batches)
     path, line = None if out is None else expanded(out), list(command or sys.argv)
     spec = engine or (Simulator() if run is not None or path is None else saved_spec(path))
-    request = RunRequest(
-        run=run, spec=engine, out=path, workload=workload, sinks=sinks, command=line, log=log, cache=cache, faults=faults
-    )
+    if isinstance(workload, LoopWorkload) and spec.name not in ("elastic", "ray"):
+        raise ConfigError(
+            f"{code} is a training loop, and the engine {spec.name} trains workloads. Use --engine elastic, or ray for an "
+            f"asynchronous algorithm; or give a function without parameters, which returns a Workload."
+        )
+    if isinstance(workload, LoopWorkload) and run is not None and run.train.warm_start_steps:
+        raise ConfigError(
+            f"train.warm_start_steps={run.train.warm_start_steps} with the loop {code}: a warm start needs a workload. Use "
+            f"train.warm_start_steps=0."
+        )
+    given: dict[str, Any] = {"workload": workload, "code": code, "sinks": sinks, "log": log, "cache": cache, "faults": faults}
+    request = RunRequest(run=run, spec=engine, out=path, command=line, **given)
     if not spec.runs_on_ranks:
         refuse_torchrun(spec)
     start: Callable[[RunRequest], Result | None] = import_module(f"atoll.engines.{spec.name}.launch").start
@@ -266,11 +278,25 @@ def _refuse_impossible(preparation: RunPreparation) -> None:
     run = preparation.run
     device_of(run)
     run.cluster.check_presence(run.rounds(run.train.steps))
+    if run.keep.tensorboard:
+        import_tensorboard()
     if preparation.workload is None:
-        check_finetuning_inputs(run)
+        check_model_inputs(run)
         weights = preparation.initial_weights()
         if not partitioned_by_weights(run):  # else the data are partitioned by weights that are still to be trained
             preparation.sharded(weights)
+
+
+def check_resumable(folder: RunFolder, spec: EngineSpec | None, workload: Workload | None) -> EngineSpec:
+    """Refuses another engine or another workload than the run of this folder has. Returns its engine."""
+    saved = read_spec(folder.path)
+    if spec is not None and spec.name != saved.name:
+        raise ConfigError(
+            f"--engine {spec.name} with --resume {folder.path}: this run's engine is {saved.name}, and stays so. "
+            f"Leave out --engine, or start a new run."
+        )
+    folder.check_workload(None if workload is None else type_name(type(workload)))
+    return saved
 
 
 class RunResults:
@@ -399,10 +425,9 @@ class Driver(ABC, Generic[E]):
         checkpoint = self.newest_checkpoint()
         with ExitStack() as stack:
             stack.enter_context(matrix_products(self.run))
-            sink: Sink = Fanout([])
             if self.leads:
                 self.results.note("resumed" if checkpoint else "started", round=checkpoint.round if checkpoint else 0)
-                sink = stack.enter_context(Fanout(self.open_sinks(checkpoint)))
+            sink = stack.enter_context(Fanout(self.open_sinks(checkpoint) if self.leads else self.task.sinks))
             prepared = self.prepare(sink, checkpoint)
             evaluator = Evaluator(prepared.workload, device_of(self.run), dtype_of(self.run)) if self.leads else None
             with self.open_engine(prepared, evaluator, sink) as engine:

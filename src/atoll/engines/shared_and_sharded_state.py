@@ -25,6 +25,17 @@ def with_shared(state: Any, shared: Mapping[str, Any]) -> Any:
     return replace(state, **shared)
 
 
+def residuals(state: Any) -> dict[str, Any]:
+    """The error buffers: what exchanges have left out so far."""
+    return {f.name: getattr(state, f.name) for f in fields(state) if f.metadata.get("residual")}
+
+
+def restarted(state: Any) -> Any:
+    """The State of an island that starts again from the shared fields. Its error buffers stay."""
+    own = [f for f in fields(state) if f.metadata["owner"] is Owner.OWN and not f.metadata.get("residual")]
+    return replace(state, **{f.name: f.default for f in own})
+
+
 def donated(state: Any, *, shared: bool = False) -> Any:
     """The State for a round that will never be repeated: Trees of fields declared `donated` may be computed in, and no longer be
     read in the old State. Shared fields are donated only with `shared`: in the simulator all islands hold the same objects."""

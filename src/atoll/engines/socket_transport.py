@@ -43,7 +43,7 @@ _READS = _TLS_PIECE_BYTES >> 14
 _RELAY_BYTES, _HALF_OPEN_S = 1 << 18, 60.0
 """A stream that one end has closed is forwarded for at most so long without a byte from the other."""
 _SEND, _RECEIVE = 0, 1
-_ACTIONS = "send to", "hear from"
+_ACTIONS = "send to", "receive from"
 _CLOSED = "connection closed by peer"
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _EVENTS: Mapping[type[Exception], int] = {ssl.SSLWantReadError: select.POLLIN, ssl.SSLWantWriteError: select.POLLOUT}
@@ -339,15 +339,16 @@ def connect_group(
     accepted: AcceptedConnections,
     limit_s: float,
     relayed: Collection[str] = (),
+    run_id: str = "",
 ) -> SocketGroup:
     """Connect the members of a group, whose names are in rank order. `key` identifies this attempt to connect.
 
-    Each member dials those of lower rank, sends the line `exchange KEY RANK`, and waits until that member has received the
+    Each member dials those of lower rank, sends the line `exchange KEY RANK RUN`, and waits until that member has received the
     connections of all ranks above its own. A member that cannot be dialled is dialled through another one, with the line
-    `relay NAME exchange KEY RANK`; those in `relayed` at once. Raises OSError if not all are connected within the limit.
+    `relay NAME exchange KEY RANK RUN`; those in `relayed` at once. Raises OSError if not all are connected within the limit.
     """
     deadline_s = time.monotonic() + limit_s
-    line = f"exchange {key} {rank}"
+    line = f"exchange {key} {rank} {run_id}".strip()
 
     def dialled(name: str) -> socket.socket:
         relays = [other for other in names if other not in (name, names[rank])]
@@ -382,6 +383,25 @@ def connect_group(
             connection.close()
         raise errors[-1]
     return SocketGroup(rank, len(names), connections)
+
+
+def receive_line(stream: socket.socket, most_bytes: int, limit_s: float, piece: int = 1) -> bytes:
+    """A line, which must be complete within `limit_s`: a time-out of the socket's own would begin again with every byte. It is
+    shorter if the other end closes the connection, or after `most_bytes`. Reads `piece` bytes at once: with 1 not a byte behind the
+    line."""
+    line, deadline_s, own_s = b"", time.monotonic() + limit_s, stream.gettimeout()
+    try:
+        while not line.endswith(b"\n") and len(line) < most_bytes:
+            stream.settimeout(max(1e-3, deadline_s - time.monotonic()))
+            received = stream.recv(min(piece, most_bytes - len(line)))
+            if not received:
+                break
+            line += received
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no line arrived within {limit_s:g} s")
+    finally:
+        stream.settimeout(own_s)
+    return line
 
 
 def _request(dial: Dial, target: str, line: str, dial_until_s: float, until_s: float) -> socket.socket:

@@ -43,8 +43,12 @@ class ProcessReplica(ReplicaAccess):
         self._clock, self._on_computed, self._pause_s = clock or WallClock(), on_computed, pause_s
         self._where, self._allow_nonfinite = where, allow_nonfinite
 
-    async def train(self, steps: int, work: Work) -> None:
-        self.compute(lambda: (None, self._replica.train(steps, work)), steps, float(steps))
+    async def train(self, steps: int, work: Work) -> int:
+        def compute() -> tuple[int, ComputeResult]:
+            result = self._replica.train(steps, work)
+            return result.tokens, result
+
+        return self.compute(compute, steps, float(steps))
 
     async def gradient(
         self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False

@@ -123,10 +123,10 @@ class ReplicaAccess:
     def params(self) -> Tree:
         return self._replica.borrowed()
 
-    def moments(self) -> list[Tree]:
+    def moments(self) -> dict[str, Tree]:
         return self._replica.moments()
 
-    def load_moments(self, moments: Sequence[Tree]) -> None:
+    def load_moments(self, moments: Mapping[str, Tree]) -> None:
         self._replica.load_moments(moments)
 
 

@@ -122,11 +122,18 @@ class RunPreparation:
         return warm
 
     def prepared(self, warm: WarmStart, *, resizable: bool) -> Prepared:
-        """The data in shards, with the warm start. The origin leaves out the number of islands if the run is resizable."""
-        workload, plain = self.sharded(warm.params), to_json(self.run)
-        if resizable:
-            plain["cluster"]["islands"] = None
-        return Prepared(workload, warm, {"run": json_digest(plain), "data": data_fingerprint(workload)})
+        """The data in shards, with the warm start. `resizable`: see `run_digest`."""
+        workload = self.sharded(warm.params)
+        origin = {"run": run_digest(self.run, resizable=resizable), "data": data_fingerprint(workload)}
+        return Prepared(workload, warm, origin)
+
+
+def run_digest(run: Run, *, resizable: bool) -> str:
+    """Identifies a resolved Run in its checkpoints, without the number of islands if that may change."""
+    plain = to_json(run)
+    if resizable:
+        plain["cluster"]["islands"] = None
+    return json_digest(plain)
 
 
 def _cached(run: Run, cache: Cache, data: str, train: Callable[[], WarmStart]) -> WarmStart:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -79,6 +79,26 @@ def when(done, kind, *names):
 
 
 # ------------------------------------------------------------------------------------------------------ times and bytes
+
+
+def test_encoded_weights_and_updates_are_charged_as_bytes_and_as_time():
+    """The first pull is whole: 1.5 s. Six weights in int8 are one block of 258 bytes, 258/24 times as long on the link."""
+    size, up_s, down_s = 258, 2 * 258 / PARAMS_BYTES, 258 / PARAMS_BYTES
+    done = run(replace(PLAIN, codec="int8"), steps=6, cluster=two(islands=1, step_time_s=(1.0,)), shards=1)
+    first, second = done.of(Dispatched)[:2]
+    assert [event.sent_bytes for event in done.of(Dispatched)] == [PARAMS_BYTES, size]
+    assert [event.sent_bytes for event in done.of(Arrived)] == [size, size]
+    assert done.finished.sent_bytes_per_island == 2 * size
+    assert (first.begin_s, second.virtual_time_s) == (1.5, pytest.approx(1.5 + 3 + 0.5 + up_s))
+    assert second.begin_s == pytest.approx(second.virtual_time_s + 0.5 + down_s)
+
+
+def test_an_update_that_was_lost_leaves_nothing_in_the_error_buffer():
+    """Its data are read again, and without inner moments the second update is the lost one: the weights are those of no loss."""
+    lossy = two(islands=1, step_time_s=(1.0,), lost=(Lost(island=0, round=0),))
+    lost, whole = (run(replace(PLAIN, codec="int4"), steps=9, cluster=each, shards=1) for each in (lossy, replace(lossy, lost=())))
+    assert lost.params.same_bits(whole.params)
+    assert lost.finished.virtual_time_s > whole.finished.virtual_time_s
 
 
 def test_a_round_takes_its_pull_its_steps_and_its_push():
@@ -465,7 +485,8 @@ def test_hub_weights_that_become_infinite_end_the_run():
     [
         ({"away": (Away(island=0, start=1, stop=2),)}, r"cluster.away and cluster.pool.*Use cluster.outages"),
         ({"pool": "doubling"}, r"cluster.away and cluster.pool"),
-        ({"drop_probability": 1.0}, r"drop_probability=1: no update would arrive"),
+        ({"drop_probability": 1.0}, r"drop_probability=1.0: .* with 0.999 one update in 1,000"),
+        ({"drop_probability": 0.999999999}, r"drop_probability=0.999999999: .* Use at most 0.999\."),
     ],
 )
 def test_settings_of_synchronous_rounds_are_refused_for_an_asynchronous_algorithm(settings, message):

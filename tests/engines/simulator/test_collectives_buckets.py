@@ -1,6 +1,7 @@
 """Gradients in buckets: the same bits and bytes, and an exchange that hides behind the backward pass."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -58,6 +59,15 @@ def test_every_bucket_pays_the_latency():
 def test_a_bucket_waits_for_the_slowest_island():
     measured, _ = update_s(DDP(optimizer=SGD(lr=0.02), buckets=4), link_of(0.4), step_time_s=(0.5, 1.0))
     assert measured == pytest.approx(1.1)  # the last bucket alone is not hidden
+
+
+def test_a_bucket_waits_for_an_island_whose_message_is_lost():
+    cluster = Cluster(islands=4, step_time_s=(0.5, 0.5, 0.5, 10.0), drop_probability=0.5, link=link_of(0.4))
+    done = simulate(DDP(optimizer=SGD(lr=0.02), buckets=8), steps=8, cluster=cluster, workload=WORKLOAD)
+    exchanges = done.of(Exchanged)
+    assert {event.heard[3] for event in exchanges} == {True, False}
+    assert all(0 <= event.end_s - event.start_s < 0.1 for event in exchanges)  # the last bucket alone is not hidden
+    assert all(later.start_s >= event.end_s + 9.9 for event, later in pairwise(exchanges))
 
 
 def test_zero1_hides_its_reduce_scatter_and_not_its_all_gather():

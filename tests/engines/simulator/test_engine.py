@@ -257,7 +257,7 @@ def test_contributions_of_weight_zero_are_left_out():
 def test_impossible_weights_are_refused(weight):
     @dataclass(frozen=True)
     class Weighty(DiLoCo):
-        def _weight(self, work):
+        def _weight(self, state, work, tokens):
             return weight
 
     with pytest.raises(ExchangeFailed, match=r"finite weight"):

@@ -10,7 +10,8 @@ import torch
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
-from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.diloco import DiLoCo, DiLoCoState
+from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
@@ -124,6 +125,20 @@ def test_one_device_alone_with_an_algorithm_inside_is_an_island_of_one():
     )
     assert torch.allclose(done.params.flat, one.params.flat, rtol=1e-4, atol=1e-5)
     assert done.finished.virtual_time_s == pytest.approx(one.finished.virtual_time_s)
+
+
+@pytest.mark.parametrize("inside", INSIDE, ids=lambda inside: type(inside).__name__)
+def test_islands_of_devices_exchange_fragments_and_codecs_as_islands_of_one_do(inside):
+    whole = DiLoCo(inner_steps=4, outer=SGD(lr=0.7), codec="int8")
+    options = {"steps": 12, "inside": inside, "cluster": Cluster(islands=2, devices_per_island=2)}
+    workload = Regression(RegressionBatches(num_shards=4), hidden=3)
+    one = simulate(whole, workload=workload, **options)
+    same = simulate(Streaming(inner_steps=4, fragments=1, overlap=0, outer=SGD(lr=0.7), codec="int8"), workload=workload, **options)
+    assert same.params.same_bits(one.params)
+    assert one.finished.sent_bytes_per_island == 3 * 2 * 258, "half of the weights is a block, sent in each of two directions"
+    streamed = simulate(Streaming(inner_steps=4, fragments=2), workload=workload, **options)
+    assert sum(event.background for event in outer_exchanges(streamed)) == 6
+    assert streamed.finished.val_loss < simulate(DiLoCo(inner_steps=4), workload=workload, **options).finished.val_loss * 2
 
 
 def test_moments_of_a_device_are_kept_over_rounds_of_islands():
@@ -266,9 +281,9 @@ def test_deltas_weigh_by_the_examples_of_all_devices():
 
     @dataclass(frozen=True, kw_only=True)
     class RecordsExamples(DiLoCo):
-        def _weight(self, work: Work) -> float:
+        def _weight(self, state: DiLoCoState, work: Work, tokens: int) -> float:
             weights.append(work.examples)
-            return super()._weight(work)
+            return super()._weight(state, work, tokens)
 
     workload = Regression(RegressionBatches(num_shards=4, shard_examples=32))
     cluster = Cluster(islands=2, devices_per_island=2)

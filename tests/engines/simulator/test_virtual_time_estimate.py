@@ -31,6 +31,8 @@ def cache():
         ("demo-acco", []),
         ("demo-acco-free", []),
         ("demo-async", [ROUNDS]),
+        ("demo-async", [ROUNDS, "algorithm.codec=int4"]),
+        ("demo-streaming", [ROUNDS, "algorithm.overlap=0", "algorithm.codec=int8"]),
         ("demo-two-level", [ROUNDS]),
         ("demo-diloco", [ROUNDS, "train.precision=all-bf16"]),
     ],

@@ -26,6 +26,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import AsyncAlgorithm, Task
 from atoll.engines.accounting import MAX_REFUSALS, ComputeSpan, diverged_hub
 from atoll.engines.async_hub import Applied, AsyncHub, Outcome, Push, Refusal
+from atoll.engines.hub_encoding import SentUpdate, encode_update
 from atoll.engines.simulator.engine import BaseSimEngine
 from atoll.engines.simulator.member_work import SimSetup
 from atoll.engines.simulator.peers import SimReplica
@@ -56,6 +57,7 @@ class SimWorker:
     replica: LocalReplica
     accounted_s: float  # until when its presence is accounted
     refusals: int = 0  # in a row
+    unsent: Tree | None = None  # the error buffer: what the codec left out of its updates that have arrived
     round: SimRound | None = None  # None while it waits in a window
     task: ClockTask | None = None  # of its last round
 
@@ -174,7 +176,8 @@ class AsyncSimEngine(BaseSimEngine):
                 case Dispatch():
                     round = self._new_round(outcome)
                     self._start_round(round)
-                    self._sink.emit(self.accounting.dispatched(outcome, round.begin_s, self.params.nbytes))
+                    sent_bytes = self.hub.task_bytes(outcome.worker)
+                    self._sink.emit(self.accounting.dispatched(outcome, round.begin_s, sent_bytes))
                 case ClosedWindow() | AbandonedRound():
                     self._sink.emit(self.accounting.hub_event(outcome))
                 case Applied():
@@ -183,10 +186,10 @@ class AsyncSimEngine(BaseSimEngine):
                     self._refuse(outcome)
 
     def _new_round(self, dispatch: Dispatch) -> SimRound:
-        worker, link, num_bytes = self.workers[dispatch.worker], self.cluster.link_of(dispatch.worker), self.params.nbytes
-        begin_s = dispatch.time_s + link.latency_s + num_bytes / link.down_bytes_per_s
+        worker, link = self.workers[dispatch.worker], self.cluster.link_of(dispatch.worker)
+        begin_s = dispatch.time_s + link.latency_s + self.hub.task_bytes(worker.id) / link.down_bytes_per_s
         end_s = begin_s + self._work.duration_s(worker.id, dispatch.round, dispatch.steps)
-        arrival_s = end_s + link.latency_s + num_bytes / link.up_bytes_per_s
+        arrival_s = end_s + link.latency_s + self.hub.update_bytes() / link.up_bytes_per_s
         replica_before = None if self._setup.save_every is None else copy.deepcopy(worker.replica.state())
         worker.round = SimRound(dispatch, begin_s, end_s, arrival_s, worker.replica.steps_taken, replica_before)
         return worker.round
@@ -214,23 +217,31 @@ class AsyncSimEngine(BaseSimEngine):
         return Wait(start)
 
     def _push(self, worker: SimWorker, round: SimRound, delta: Tree) -> Wait:
+        sent = encode_update(self.algorithm.plan, delta, worker.unsent, round.dispatch.round)
+
         def start(task: ClockTask) -> None:
-            link = self.cluster.link_of(worker.id)
-            arrival_s = task.now_s + link.latency_s + delta.nbytes / link.up_bytes_per_s
-            task.resume_at(arrival_s, lambda: self._arrive(worker, round, delta, arrival_s))
+            link, start_s = self.cluster.link_of(worker.id), task.now_s
+            end_s = start_s + sent.nbytes / link.up_bytes_per_s
+            arrival_s = start_s + link.latency_s + sent.nbytes / link.up_bytes_per_s
+
+            def arrive() -> None:
+                self.accounting.sent(worker.id, sent.nbytes, CONTROL_BYTES, start_s, end_s)
+                self._arrive(worker, round, sent, arrival_s)
+
+            task.resume_at(arrival_s, arrive)
 
         return Wait(start)
 
     # ---------------------------------------------------------------------------------------------------------- an arrival
 
-    def _arrive(self, worker: SimWorker, round: SimRound, delta: Tree, now_s: float) -> None:
+    def _arrive(self, worker: SimWorker, round: SimRound, sent: SentUpdate, now_s: float) -> None:
         """The hub gets an update. If the link lost it, the hub returns its data and dispatches the worker again."""
         self._now_s, before, number = now_s, self.accounting.totals.local_updates, round.dispatch.round
         next_s = self._next_arrival_s(but=worker.id)
-        self.accounting.sent(worker.id, delta.nbytes, CONTROL_BYTES)
         if self.cluster.delivers(worker.id, number, self._setup.seed):
+            worker.unsent = sent.unsent
             seconds = math.fsum(span.end_s - span.start_s for span in round.spans)
-            self._apply(self.hub.push(Push(worker.id, number, delta, seconds or None), now_s, next_s))
+            self._apply(self.hub.push(Push(worker.id, number, sent.delta, seconds or None), now_s, next_s))
         elif self.hub.scheduler.open_dispatch(worker.id, number) is not None:  # not a second delivery of the same update
             self._account_lost_computing(worker, self._now_s)
             self._apply(self.hub.give_up(worker.id, now_s))
@@ -266,7 +277,7 @@ class AsyncSimEngine(BaseSimEngine):
         for other in self.workers.values():
             self._account_presence(other, applied.time_s)
         for event in self.accounting.update_applied(
-            applied, round.spans, pushed_s=pushed_s, sent_bytes=self.params.nbytes, workers=len(self.workers)
+            applied, round.spans, pushed_s=pushed_s, sent_bytes=self.hub.update_bytes(), workers=len(self.workers)
         ):
             self._sink.emit(event)
         if self._is_due(before, self._setup.evaluate_every):
@@ -284,7 +295,8 @@ class AsyncSimEngine(BaseSimEngine):
                 f"checkpoints are valid. Lower the learning rate, or set train.clip_norm."
             )
         self._account_lost_computing(worker, self._now_s)
-        worker.replica = self._work.new_replica(worker.id)  # its moments are as unusable as its update
+        # Its moments are as unusable as its update, and what the codec left out of that.
+        worker.replica, worker.unsent = self._work.new_replica(worker.id), None
 
     def _evaluate(self) -> None:
         if not self.params.is_finite():
@@ -343,7 +355,7 @@ class AsyncSimEngine(BaseSimEngine):
             "changes_done": self._changes_done,
             "workers": [[worker.id, worker.accounted_s, worker.refusals] for worker in self.workers.values()],
         }
-        workers = {f"worker-{worker.id}": {"replica": worker.resumable()} for worker in self.workers.values()}
+        workers = {f"worker-{w.id}": {"replica": w.resumable(), "unsent": w.unsent} for w in self.workers.values()}
         return {**self.accounting.hub_parts(self.hub, self._buffers, engine), **workers}
 
     def restore(self, load: Callable[[str, Any], Any]) -> None:
@@ -354,8 +366,9 @@ class AsyncSimEngine(BaseSimEngine):
         fresh, self.workers = self.workers, {}
         for island, accounted_s, refusals in engine["workers"]:
             replica = fresh[island].replica if island in fresh else self._work.new_replica(island)
-            replica.restore(load(f"worker-{island}", None)["replica"])
-            self.workers[island] = SimWorker(island, replica, accounted_s, refusals)
+            saved = load(f"worker-{island}", {"replica": None, "unsent": self.params})
+            replica.restore(saved["replica"])
+            self.workers[island] = SimWorker(island, replica, accounted_s, refusals, saved["unsent"])
             dispatch = self.hub.scheduler.workers[island].dispatch
             if dispatch is not None:  # a finished run accounts this round without starting it again
                 self._new_round(dispatch)

@@ -93,7 +93,8 @@ class BatchedCompute:
         trainings = [job for job in jobs if isinstance(job, TrainJob)]
         try:
             if trainings:
-                return [(None, self._rest(job, taken)) for job, taken in zip(trainings, stack.train(trainings, least), strict=True)]
+                taken = stack.train(trainings, least)
+                return [job.result(self._rest(job, before)) for job, before in zip(trainings, taken, strict=True)]
             return stack.gradients([job for job in jobs if isinstance(job, GradientJob)])
         except RaggedBatches as ragged:
             if self._requested == "stacked":
@@ -102,7 +103,7 @@ class BatchedCompute:
             self.how, self._why, self._unreported = "apart", str(ragged), True
             if not trainings:
                 return [job() for job in jobs]
-            return [(None, self._rest(job, before)) for job, before in zip(trainings, ragged.results, strict=True)]
+            return [job.result(self._rest(job, before)) for job, before in zip(trainings, ragged.results, strict=True)]
 
     def _rest(self, job: TrainJob, taken: ComputeResult) -> ComputeResult:
         """Takes the steps of a job that are left after those `taken`."""

@@ -37,6 +37,14 @@ class RoundAborted(Exception):
         self.what, self.missing, self.time_s = what, missing, time_s
 
 
+class RoundQuorum(NamedTuple):
+    """An exchange ends when so many islands have sent a delta of this round, and the window after that is over."""
+
+    islands: int
+    grace_s: float
+    behind: Set[int]  # ranks whose delta is of an earlier round, or of none: they do not count
+
+
 class Contribution(NamedTuple):
     """One member's part of an exchange."""
 
@@ -48,17 +56,29 @@ class Contribution(NamedTuple):
 
 
 class SimCollectives:
-    """The exchanges of one round between these islands, or between these devices of island `inside`, which always hear each
-    other. Members are in rank order."""
+    """The exchanges of one round between these islands, or between these devices of island `inside`, whose messages always
+    arrive. Members are in rank order. With a quorum the first mean decides which islands take part in the round."""
 
-    def __init__(self, work: MemberWork, members: Sequence[int], inside: int | None = None, *, buckets: int = 1) -> None:
+    def __init__(
+        self,
+        work: MemberWork,
+        members: Sequence[int],
+        inside: int | None = None,
+        *,
+        buckets: int = 1,
+        quorum: RoundQuorum | None = None,
+    ) -> None:
         cluster, between = work.cluster, inside is None
         self.work, self.members, self.inside, self._buckets = work, members, inside, buckets
         self._links = [cluster.link_of(member) if between else cluster.inside for member in members]
         self._topology = cluster.topology if between else "ring"  # of means; slices always travel on a ring
-        self._waiting: dict[int, tuple[str, list[Contribution]]] = {}  # operation and contributions by call
+        self._waiting: dict[int, tuple[str, bool, list[Contribution]]] = {}  # operation, its option, contributions by call
+        self._quorum, self._closed_s = quorum, 0.0  # until the first mean, and the end of that mean
+        self.late: set[int] = set()
+        """Ranks that a quorum did not wait for. They are left out of the whole round."""
         self.left_out = {rank for rank, member in enumerate(members) if between and not work.delivers(member, members)}
-        """Ranks whose messages are lost in this round. A mean leaves them out, and any other exchange aborts the round."""
+        """Ranks whose messages are lost in this round, or that are late. A mean leaves them out, and any other exchange aborts the
+        round."""
         self.committed = False  # whether an exchange of this round had any weight, or was a reduce-scatter
         self.skipped: UpdateSkipped | None = None  # set if the last gradients of this round were not finite, or had no weight
         self.kept: Set[int] = frozenset()  # memory of the States that the round began with
@@ -74,21 +94,29 @@ class SimCollectives:
             raise ExchangeFailed(
                 f"{self.name(mine.rank)} calls {what} with a weight of {mine.weight}. Give it a finite weight of 0 or more."
             )
-        expected, contributions = self._waiting.setdefault(call, (what, []))
+        if self.late and what != "mean":
+            raise ExchangeFailed(f"{self.name(mine.rank)} calls {what} in a round with a quorum, which only means have. Use means.")
+        if mine.rank in self.late:
+            nothing = Mean(mine.tree.zeros(), 0.0, heard=False, late=True)
+            mine.task.resume_at(max(mine.task.now_s, self._closed_s), lambda: nothing)
+            return
+        expected, _, contributions = self._waiting.setdefault(call, (what, option, []))
         if expected != what:
             raise ExchangeFailed(
                 f"in round {self.round} {self.name(mine.rank)} calls {what}, but the other members are in {expected}. All islands "
                 f"must make the same calls in the same order."
             )
         contributions.append(mine)
-        if len(contributions) == len(self.members):
-            del self._waiting[call]
-            self._exchange(what, sorted(contributions, key=lambda c: c.rank), option)
+        if len(contributions) == len(self.members) - len(self.late):
+            self._start(call, mine.task.now_s)
+        elif self._quorum is not None and what == "mean" and self._completes_quorum(mine, contributions):
+            deadline_s = mine.task.now_s + self._quorum.grace_s
+            mine.task.clock.spawn(f"quorum of round {self.round}", self._close(call, deadline_s), deadline_s)
 
     def gather_weights(self, whole: Tree, start_s: float) -> float:
         """Every member sends its slice of these weights, outside of the algorithm's calls. Returns when that ends."""
         count, cost = len(self.members), all_gather_cost(whole.numel, whole.flat.element_size(), self._links)
-        return self._account("all_gather", cost, [start_s] * count, float(count), left_out=set())
+        return self._account("all_gather", cost, range(count), [start_s] * count, start_s, float(count), left_out=set())
 
     def name(self, rank: int) -> str:
         number = self.members[rank]
@@ -96,9 +124,27 @@ class SimCollectives:
 
     def waiting(self) -> list[str]:
         """Which members wait in which collective, in words."""
-        return [f"{self.name(one.rank)} in {what}" for what, contributions in self._waiting.values() for one in contributions]
+        return [f"{self.name(one.rank)} in {what}" for what, _, contributions in self._waiting.values() for one in contributions]
 
-    def _exchange(self, what: str, arrived: list[Contribution], option: bool) -> None:
+    def _completes_quorum(self, mine: Contribution, arrived: Sequence[Contribution]) -> bool:
+        assert self._quorum is not None
+        excluded = self.left_out | self._quorum.behind
+        return mine.rank not in excluded and sum(one.rank not in excluded for one in arrived) == self._quorum.islands
+
+    async def _close(self, call: int, time_s: float) -> None:
+        """The window of a quorum is over: starts the exchange, unless all have come by then."""
+        if call in self._waiting:
+            self.late = {*range(len(self.members))} - {one.rank for one in self._waiting[call][2]}
+            self.left_out |= self.late
+            self._start(call, time_s)
+
+    def _start(self, call: int, time_s: float) -> None:
+        what, option, contributions = self._waiting.pop(call)
+        if what == "mean":
+            self._quorum = None
+        self._exchange(what, sorted(contributions, key=lambda c: c.rank), option, time_s)
+
+    def _exchange(self, what: str, arrived: list[Contribution], option: bool, start_s: float) -> None:
         arrived_s, heard = [c.task.now_s for c in arrived], [c for c in arrived if c.rank not in self.left_out]
         if what != "mean" and self.left_out:  # a slice is missing
             missing = [self.members[rank] for rank in sorted(self.left_out)]
@@ -109,8 +155,10 @@ class SimCollectives:
             raise ExchangeFailed(f"in round {self.round} islands call {what} with different codecs. Use one codec for all.")
         cost, background = self._cost(what, heard), arrived[0].task.flight
         if self._buckets > 1 and what in ("mean", "reduce_scatter") and heard:
-            cost = cost._replace(seconds=self._exposed_s(what, heard, max(arrived_s)))
-        end_s = self._account(what, cost, arrived_s, weight, left_out=self.left_out, background=background)
+            cost = cost._replace(seconds=self._exposed_s(what, arrived, heard, start_s))
+        ranks = [c.rank for c in arrived]
+        end_s = self._account(what, cost, ranks, arrived_s, start_s, weight, left_out=self.left_out, background=background)
+        self._closed_s = end_s
         results = self._results(what, arrived, heard, weight, wide=option)
         if what in ("mean", "reduce_scatter"):
             if heard:
@@ -132,22 +180,25 @@ class SimCollectives:
         self,
         what: str,
         cost: CollectiveCost,
+        ranks: Sequence[int],
         arrived_s: list[float],
+        start_s: float,
         weight: float,
         *,
         left_out: Set[int],
         background: bool = False,
     ) -> float:
-        """Accounts an exchange that costs this, and returns when it ends."""
-        heard, sent_bytes = [rank not in left_out for rank in range(len(self.members))], iter(cost.sent_bytes)
+        """Accounts an exchange of these ranks that costs this, and returns when it ends."""
+        heard, sent_bytes = [rank not in left_out for rank in ranks], iter(cost.sent_bytes)
         devices = self.work.devices if self.inside is None else 1  # each device of an island sends to its counterparts
         control_bytes = devices * _CONTROL_BYTES[what] * (sum(heard) - 1)
         event = self.work.accounting.exchanged(
             what,
-            islands=self.members,
+            islands=[self.members[rank] for rank in ranks],
             heard=heard,
             arrived_s=arrived_s,
-            end_s=max(arrived_s) + cost.seconds,
+            start_s=start_s,
+            end_s=start_s + cost.seconds,
             sent_bytes=[next(sent_bytes) if one else 0 for one in heard],
             control_bytes=[control_bytes if one else 0 for one in heard],
             weight=weight,
@@ -157,16 +208,16 @@ class SimCollectives:
         self.work.sink.emit(event)
         return event.end_s
 
-    def _exposed_s(self, what: str, heard: Sequence[Contribution], last_s: float) -> float:
+    def _exposed_s(self, what: str, arrived: Sequence[Contribution], heard: Sequence[Contribution], last_s: float) -> float:
         """How much longer than the last member's backward pass the exchange takes, if each bucket is sent when all members have it
-        and the bucket before it is through."""
-        spans = [self.work.last_span_s[self._member(c.rank)] for c in heard]
+        and the bucket before it is through. Members whose messages are lost are waited for like the others."""
+        spans = [self.work.last_span_s[self._member(c.rank)] for c in arrived]
         bucket_s, free_s = self._cost(what, heard, self._buckets).seconds, 0.0
         for number in range(1, self._buckets + 1):
             left = BACKWARD * (1 - number / self._buckets)  # the share of a batch's time that follows this bucket
             ready_s = max(end_s - left * (end_s - start_s) for start_s, end_s in spans)
             free_s = max(free_s, ready_s) + bucket_s
-        return free_s - last_s
+        return max(0.0, free_s - last_s)
 
     def _member(self, rank: int) -> tuple[int, int | None]:
         return (self.members[rank], None) if self.inside is None else (self.inside, self.members[rank])
@@ -192,7 +243,7 @@ class SimCollectives:
         """The result of the exchange, by rank."""
         trees = [c.tree for c in heard]
         if what == "mean":
-            finite, unsent = all_finite(trees), dict[int, Tree]()
+            finite, unsent = all_finite(trees), dict[int, Tree | None]()
             encodings = [c.encoding for c in heard if c.encoding is not None]
             if not weight > 0:
                 value = arrived[0].tree.zeros()
@@ -244,20 +295,19 @@ def weighted_mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
     return ordered_sum(trees, weights).div_(sum(weights))
 
 
-def encoded_mean(trees: Sequence[Tree], weights: Sequence[float], encodings: Sequence[Encoding]) -> tuple[Tree, list[Tree]]:
-    """The mean of encoded trees, with the bits of `GroupCollectives.encoded_mean`, and what each tree's encoding left out. The
-    weights have a sum above 0."""
+def encoded_mean(trees: Sequence[Tree], weights: Sequence[float], encodings: Sequence[Encoding]) -> tuple[Tree, list[Tree | None]]:
+    """The mean of encoded trees, with the bits of `GroupCollectives.encoded_mean`, and what each tree's encoding left out: None for
+    a tree of weight 0, which is not in the mean. The weights have a sum above 0."""
     total, size, numel = sum(weights), len(trees), trees[0].numel
     ranges = [(0, numel)] if encodings[0].codec.gathers else [shard_range(numel, rank, size) for rank in range(size)]
     unsent, read = [tree.copy(torch.float32) for tree in trees], []
-    for tree, (codec, seed), weight in zip(unsent, encodings, weights, strict=True):
+    for tree, (codec, seed) in zip(unsent, encodings, strict=True):
         seen = tree.zeros()
         for start, stop in ranges:
             data = codec.encode(tree.flat[start:stop], seed + start)
             codec.decode(data, stop - start, out=seen.flat[start:stop])
         read.append(seen)
-        if weight:  # else nothing of this tree is in the mean
-            tree.add_(seen, -1)
+        tree.add_(seen, -1)
     mean = weighted_mean(read, weights)
     for (start, stop), (codec, seed), weight, tree in zip(ranges, encodings, weights, unsent, strict=False):
         if not codec.gathers:
@@ -266,4 +316,4 @@ def encoded_mean(trees: Sequence[Tree], weights: Sequence[float], encodings: Seq
             codec.decode(data, stop - start, out=part)
             if weight:
                 tree.flat[start:stop].add_(error.sub_(part), alpha=total / weight)
-    return mean, unsent
+    return mean, [tree if weight else None for tree, weight in zip(unsent, weights, strict=True)]

@@ -23,7 +23,7 @@ from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, fields
 from atoll.core.shared_results import sharing
 from atoll.engines.accounting import diverged_weights
 from atoll.engines.shared_and_sharded_state import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
-from atoll.engines.simulator.collectives import RoundAborted, SimCollectives
+from atoll.engines.simulator.collectives import RoundAborted, RoundQuorum, SimCollectives
 from atoll.engines.simulator.intra_island import check_held_weights, held_weights, load_held_weights
 from atoll.engines.simulator.member_work import MemberWork, SimSetup
 from atoll.engines.simulator.membership import ClusterState, IslandState
@@ -162,7 +162,7 @@ class SimEngine(BaseSimEngine):
         self._cluster_state.update_membership()
         present = list(self.islands.values())
         buckets, schedule = getattr(self.algorithm, "buckets", 1), self.steps_taken
-        collectives = SimCollectives(self._work, list(self.islands), buckets=buckets)
+        collectives = SimCollectives(self._work, list(self.islands), buckets=buckets, quorum=self._quorum(present))
         counter = MemoryCounter() if self._count_memory and is_counted(self.round) else None
         clock = VirtualClock(counter) if counter else VirtualClock()
         before, self._agreed = [island.state for island in present], None
@@ -178,7 +178,7 @@ class SimEngine(BaseSimEngine):
             coroutine = self.algorithm.round(state, replica, peers)
             leave = partial(self._leave_round, island, collectives, peers)
             task = clock.spawn(collectives.name(rank), coroutine, island.clock_s, leave)
-            if counter and not island.devices:
+            if counter and not island.devices and not island.late:  # a late island does not train in this round
                 counter.watch(task, island.id, island.replica, state)
         collectives.kept = memories(before)
         try:
@@ -199,6 +199,12 @@ class SimEngine(BaseSimEngine):
             self._sink.emit(event)
         recycle([*before, *collectives.results], [self._cluster_state.shared, *(island.state for island in present)])
 
+    def _quorum(self, present: Sequence[IslandState]) -> RoundQuorum | None:
+        islands: int | None = getattr(self.algorithm, "quorum", None)
+        if islands is None:
+            return None
+        return RoundQuorum(islands, self.algorithm.grace_s, {rank for rank, island in enumerate(present) if island.late})
+
     def _abandon(self, present: Sequence[IslandState], collectives: SimCollectives, aborted: RoundAborted) -> None:
         """Discards the round: every island continues from the State it had before."""
         self.accounting.totals.failed_rounds += 1
@@ -217,7 +223,7 @@ class SimEngine(BaseSimEngine):
         island, and it adopts these objects at once, so that at most one further copy of the new fields is in memory."""
         peers.check_closed()
         self.accounting.ledgers[island.id].present_s += task.now_s - island.clock_s
-        island.clock_s = task.now_s
+        island.clock_s, island.late = task.now_s, peers.rank in collectives.late
         island.uncommitted_tokens += island.devices.pop_tokens() if island.devices else 0
         island.state = state = owned(task.result)
         if collectives.committed and peers.rank not in collectives.left_out:
@@ -228,7 +234,7 @@ class SimEngine(BaseSimEngine):
                 if any(trees(mine)):
                     kept = [self._agreed, self._cluster_state.shared, *(other.state for other in self.islands.values())]
                     recycle([state], kept)
-        elif not list(trees(fields_owned(state, Owner.OWN))):
+        elif (island.late and self.algorithm.late == "dropped") or not list(trees(fields_owned(state, Owner.OWN))):
             island.uncommitted_tokens = 0  # it was left out and kept no weights of its own: that work is lost
 
     def _commit(self, collectives: SimCollectives) -> None:

@@ -105,8 +105,7 @@ class IslandDevices(TrainingOnlyReplica):
         """Rebases all devices on these weights, unless the island has them already, as after a mean that left it out."""
         self._dtype = params.flat.dtype
         held = self.params()
-        if params.layout != held.layout:
-            params = held.copy().paste_(params)
+        params = held.overlaid(params)
         if held.same_bits(params):
             return
         algorithm: Any = self._algorithm
@@ -123,12 +122,14 @@ class IslandDevices(TrainingOnlyReplica):
         """The island's weights, borrowed."""
         return whole_params(shared_fields(self.members[0].state), self.members).cast(self._dtype).borrow()
 
-    async def train(self, steps: int, work: Work) -> None:
-        """Devices get their own data positions; of `work` only the schedule position counts."""
+    async def train(self, steps: int, work: Work) -> int:
+        """Devices get their own data positions; of `work` only the schedule position counts. Returns their updates' tokens."""
+        before = self._committed_tokens
         await Wait(self._begin)
         for step in range(0, steps, self._algorithm.steps_per_round):
             await Wait(partial(self._start_round, work.schedule + step))
         check_held_weights(self._algorithm, self.members, self.collectives)
+        return self._committed_tokens - before
 
     def pop_tokens(self) -> int:
         """Tokens of the devices' updates since the last call."""

@@ -45,9 +45,10 @@ class SimulatorDriver(Driver[SimEngine | AsyncSimEngine]):
 
 
 def engine_of(
-    run: Run, workload: Workload, params: Tree, evaluator: Evaluator, sink: Sink, *, saves: bool = True
+    run: Run, workload: Workload, params: Tree, evaluator: Evaluator, sink: Sink, *, saves: bool = True, count_memory: bool = True
 ) -> SimEngine | AsyncSimEngine:
-    """The simulator for this run: with synchronous rounds, or with a hub. Without `saves` no checkpoint is ever due."""
+    """The simulator for this run: with synchronous rounds, or with a hub. Without `saves` no checkpoint is ever due. Without
+    `count_memory` the first rounds, which count it, take no longer than the others."""
     loss, cluster, algorithm = loss_of(run, workload), run.effective_cluster, run.algorithm
 
     def interval(steps: int) -> int:
@@ -66,10 +67,11 @@ def engine_of(
         save_every=interval(run.keep.save_every) if saves else None,
         seed=run.seed,
         batched_compute=_batched_compute_of(run, workload, sink),
+        gives_moments=run.train.joiner_moments == "donor",
     )
     if isinstance(algorithm, AsyncAlgorithm):
         return AsyncSimEngine(algorithm, setup)
-    return SimEngine(algorithm, setup, inside=run.inside)
+    return SimEngine(algorithm, setup, inside=run.inside, count_memory=count_memory)
 
 
 def _batched_compute_of(run: Run, workload: Workload, sink: Sink) -> BatchedCompute | None:

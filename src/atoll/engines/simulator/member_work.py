@@ -29,6 +29,7 @@ class SimSetup(TrainingSetup):
     cluster: Cluster
     seed: int = 0  # of all random draws of the cluster
     batched_compute: BatchedCompute | None = None  # computes for several islands at once, if they share one device
+    gives_moments: bool = False  # whether a joiner begins with its donor's inner moments
 
 
 @dataclass
@@ -53,7 +54,7 @@ class MemberWork:
     reader i * devices + j; else island i is reader i. `in_step`: all readers ask for the same number of batches in a round."""
 
     def __init__(self, setup: SimSetup, report_progress: Callable[[], None], *, devices: int = 0, in_step: bool = True) -> None:
-        self.cluster, self.seed, self.sink = setup.cluster, setup.seed, setup.sink
+        self.cluster, self.seed, self.sink, self.gives_moments = setup.cluster, setup.seed, setup.sink, setup.gives_moments
         self.accounting = RunAccounting(setup.cluster.islands, devices)
         self.pool = ComputePool(setup.cluster, report_progress, setup.batched_compute)
         self.data = DataPositions(setup.batches)

@@ -11,6 +11,7 @@ from atoll.core.events import CaughtUp, IslandJoined, IslandLeft, Recut
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import tree_bytes
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, fields_owned
+from atoll.core.serialization import tensor_bytes
 from atoll.engines.shared_and_sharded_state import adopt_shared, reshard, reshard_bytes, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
 from atoll.engines.simulator.intra_island import IslandDevices, held_weights, load_held_weights, unshared_fields, whole_params
@@ -26,6 +27,7 @@ class IslandState(SimMember):
 
     version: int  # commits that it knows of, which is the version of its shared fields
     uplink_free_s: float  # when its link has sent what other islands requested
+    late: bool = False  # whether the last round ended without it, while it computed
     devices: IslandDevices | None = None
 
 
@@ -47,7 +49,7 @@ class ClusterState:
 
     @property
     def virtual_time_s(self) -> float:
-        return max(self._latest_s, *(island.clock_s for island in self.islands.values()))
+        return max([self._latest_s, *(island.clock_s for island in self.islands.values() if not island.late)])
 
     # -------------------------------------------------------------------------------------------------- joining and leaving
 
@@ -80,13 +82,15 @@ class ClusterState:
             del self.islands[gone]
             self._sink.emit(IslandLeft(island=gone, round=totals.round, virtual_time_s=now_s))
         for new in [island for island in present if island not in self.islands]:
-            donor, sent_bytes, begin_s = self._transfer(new, now_s, num_bytes)
+            donor, sent_bytes, begin_s = self._transfer(new, now_s, num_bytes, moments=self._work.gives_moments)
             self._sink.emit(
                 IslandJoined(island=new, round=totals.round, virtual_time_s=begin_s, donor=donor, sent_bytes=sent_bytes)
             )
             # A fresh State provides the joiner's own fields. The shared ones come from the donor.
             fresh = self._fresh_state(params, present, present.index(new))
-            self.islands[new] = self._new_island(new, with_shared(fresh, self.shared), begin_s, params)
+            self.islands[new] = island = self._new_island(new, with_shared(fresh, self.shared), begin_s, params)
+            if self._work.gives_moments and donor is not None:
+                island.replica.load_moments_state(self.islands[donor].replica.moments_state())
         self.islands = {island: self.islands[island] for island in present}
         if any(before.values()):
             self._reshard(before)
@@ -140,13 +144,15 @@ class ClusterState:
 
         return Wait(start)
 
-    def _transfer(self, island: int, start_s: float, num_bytes: int) -> tuple[int | None, int, float]:
-        """An island with the newest version sends these bytes. Returns that donor, the bytes sent, and when they have arrived."""
+    def _transfer(self, island: int, start_s: float, num_bytes: int, *, moments: bool = False) -> tuple[int | None, int, float]:
+        """An island with the newest version sends these bytes, and its inner moments if asked. Returns that donor, the bytes sent,
+        and when they have arrived."""
         donors = [d for d in self.islands.values() if d.version == self._accounting.totals.version and d.id != island]
         if not donors:  # the last island with this version has left; the simulator has its fields, and no link carried them
             return None, 0, start_s
         # An island whose messages are lost in this round serves others only if no other donor is there.
         donor = min(donors, key=lambda d: (not self._work.delivers(d.id, self.islands), d.uplink_free_s, d.id))
+        num_bytes += tensor_bytes(donor.replica.moments_state()) if moments else 0
         begin_s = max(start_s, donor.uplink_free_s)
         donor.uplink_free_s = begin_s + transfer_s(num_bytes, self._cluster.link_of(donor.id), self._cluster.link_of(island))
         self._accounting.ledgers[donor.id].sent_bytes += num_bytes
@@ -165,6 +171,7 @@ class ClusterState:
             parts[f"island-{island.id}"] = {
                 "clock_s": island.clock_s,
                 "version": island.version,
+                "late": island.late,
                 "uncommitted_tokens": island.uncommitted_tokens,
                 "shared": None if newest else shared_fields(island.state),
                 "unshared": unshared_fields(island.state),
@@ -191,5 +198,5 @@ class ClusterState:
             unshared = trees_to_device(part["unshared"], island.replica.device)
             island.state = with_shared(template, {**(part["shared"] or self.shared), **unshared})
             island.clock_s = island.uplink_free_s = part["clock_s"]
-            island.uncommitted_tokens, island.version = part["uncommitted_tokens"], part["version"]
+            island.uncommitted_tokens, island.version, island.late = part["uncommitted_tokens"], part["version"], part["late"]
         load_held_weights(self._algorithm, self.islands.values())

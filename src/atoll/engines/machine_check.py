@@ -1,0 +1,195 @@
+"""What a machine sends to another about itself, and whether the two reach each other, for `atoll doctor`.
+
+One machine answers, at the address that its user gave; the other asks. They exchange three lines of JSON, whose facts are text of
+checked length. If the one that asks has an address to be reached at, the other connects back to its port.
+
+    asks      {"check": 1, "facts": {...}, "port": 4711, "word": "..."}
+    answers   {"check": 1, "facts": {...}, "unix_s": 1.5, "back": ""}       back: why it could not connect back
+    asks      {"check": 1, "skew_s": 0.1}
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.core.config.type_checks import shown_text
+from atoll.core.errors import ConfigError, one_line
+
+_VERSION = 1
+_LINE_BYTES, _MOST_FACTS, _FACT_LENGTH = 16 << 10, 32, 200
+_CONNECT_S, _EXCHANGE_S = 5.0, 30.0
+"""Limits of a connection, and of all lines on it. The machine that answers may still have to connect back."""
+_ANSWER_S = 600.0
+"""How long a machine waits to be asked."""
+_TOKEN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class OtherMachine:
+    """What is known of the other machine after a check."""
+
+    address: str  # by which it was reached, or from which it asked
+    facts: Mapping[str, str]
+    skew_s: float  # its clock minus this one's
+    connect_s: float | None  # how long the connection took; None on the machine that answered
+    back: str | None  # why it cannot connect here, empty if it can; None if that was not tried
+
+
+def ask_machine(address: str, facts: Mapping[str, str], listen: str | None) -> OtherMachine:
+    """Ask the machine that answers at this address. With `listen`, it connects back to that address of this machine.
+
+    Raises OSError if it cannot be reached, and ValueError if something else answers there."""
+    host, _, port = address.rpartition(":")
+    began_s = time.monotonic()
+    with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as connection:
+        connect_s, token = time.monotonic() - began_s, secrets.token_hex(_TOKEN_BYTES // 2)
+        connection.settimeout(_EXCHANGE_S)
+        with _BackConnection(listen, token) as back:
+            sent_s = time.time()
+            _send(connection, facts=dict(facts), port=back.port, word=token)
+            reply = _receive(connection)
+            received_s = time.time()
+            theirs, their_s, why = _facts(reply), _number(reply, "unix_s"), _text(reply, "back")
+            skew_s = their_s - (sent_s + received_s) / 2
+            _send(connection, skew_s=-skew_s)
+            if back.port and not why and not back.reached():
+                why = "another machine has that address: none connected here"
+        return OtherMachine(address, theirs, skew_s, connect_s, why if back.port else None)
+
+
+def answer_machine(listen: str, facts: Mapping[str, str], log: Callable[[str], object], limit_s: float = _ANSWER_S) -> OtherMachine:
+    """Listen at this address until one machine has asked, for at most so many seconds. Raises ConfigError if none has."""
+    with _listener(listen) as listener:
+        host, port = listener.getsockname()[:2]
+        log(f"answering at {host}:{port} for at most {limit_s:.0f} s; on the other machine: atoll doctor {host}:{port}")
+        deadline_s = time.monotonic() + limit_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            listener.settimeout(left_s)
+            try:
+                connection, peer = listener.accept()
+            except TimeoutError:
+                break
+            try:
+                with connection:
+                    return _answer(connection, str(peer[0]), facts)
+            except (OSError, ValueError) as error:
+                log(f"{peer[0]} connected, and is no `atoll doctor` ({shown_text(one_line(error))})")
+    raise ConfigError(
+        f"no machine asked at {listen} for {limit_s:.0f} s. See that the other machine uses this address, and that no firewall is "
+        f"between them."
+    )
+
+
+def _answer(connection: socket.socket, peer: str, facts: Mapping[str, str]) -> OtherMachine:
+    connection.settimeout(_EXCHANGE_S / 2)
+    asked = _receive(connection)
+    theirs, port, token, back = _facts(asked), int(_number(asked, "port")), _text(asked, "word"), ""
+    if port:
+        try:
+            if not 0 < port < 1 << 16:
+                raise OSError(f"{port} is no port")
+            with socket.create_connection((peer, port), timeout=_CONNECT_S) as other:
+                other.sendall(token.encode())
+        except OSError as error:
+            back = f"{peer}:{port}: {error.strerror or error}"
+    _send(connection, facts=dict(facts), unix_s=time.time(), back=back)
+    return OtherMachine(peer, theirs, _number(_receive(connection), "skew_s"), None, "" if port else None)
+
+
+class _BackConnection:
+    """Listens at an address of this machine for the connection of the other one, which sends a secret token. Without an address it
+    does nothing, and its port is 0."""
+
+    def __init__(self, listen: str | None, token: str) -> None:
+        self._token, self._arrived = token.encode(), threading.Event()
+        self._listener = _listener(listen) if listen is not None else None
+        self.port: int = self._listener.getsockname()[1] if self._listener is not None else 0
+
+    def __enter__(self) -> _BackConnection:
+        threading.Thread(target=self._accept, name="doctor", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def reached(self) -> bool:
+        return self._arrived.wait(_CONNECT_S)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while self._listener is not None and not self._arrived.is_set():
+                connection, _ = self._listener.accept()
+                with connection, suppress(OSError):
+                    connection.settimeout(_CONNECT_S)
+                    if connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL) == self._token:
+                        self._arrived.set()
+
+
+def _listener(listen: str) -> socket.socket:
+    host, _, port = listen.rpartition(":")
+    try:
+        if not 0 <= int(port) < 1 << 16:
+            raise ValueError(f"{port} is no port")
+        return socket.create_server((host, int(port)), backlog=8)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--listen {shown_text(listen)}: this machine cannot listen there ({one_line(error)}). Give HOST:PORT with an address "
+            f"of this machine that the other reaches, and a free port; port 0 is any."
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------------------- lines of JSON
+
+
+def _send(connection: socket.socket, **record: Any) -> None:
+    connection.sendall(json.dumps({"check": _VERSION, **record}).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> Mapping[str, Any]:
+    """One line with a JSON object, and not a byte behind it."""
+    line, deadline_s = bytearray(), time.monotonic() + _EXCHANGE_S
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte or len(line) > _LINE_BYTES or time.monotonic() > deadline_s:
+            raise ValueError(f"it sent no line of at most {_LINE_BYTES} bytes within {_EXCHANGE_S:.0f} s")
+        line += byte
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("it sent a line that is no JSON") from error
+    if not isinstance(record, dict) or record.get("check") != _VERSION:
+        raise ValueError("it is no `atoll doctor` of this version")
+    return record
+
+
+def _facts(record: Mapping[str, Any]) -> dict[str, str]:
+    facts = record.get("facts")
+    if not isinstance(facts, dict) or len(facts) > _MOST_FACTS:
+        raise ValueError("it sent no facts")
+    return {_checked(name): _checked(value) for name, value in facts.items()}
+
+
+def _checked(text: Any) -> str:
+    if not isinstance(text, str) or len(text) > _FACT_LENGTH or not text.isprintable():
+        raise ValueError("a fact is no short text")
+    return text
+
+
+def _text(record: Mapping[str, Any], name: str) -> str:
+    return _checked(record.get(name))
+
+
+def _number(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e12:
+        raise ValueError(f"it sent no {name}")
+    return float(value)
