@@ -2,7 +2,7 @@
 
 The example runs offline: it creates a model of twelve thousand random parameters and a file of sums of digits. A model of that size
 learns the form of the answers and not how to add. For your own model and data, replace the two paths `model` and `examples`. Needs
-`pip install "atoll[hf]"`.
+`pip install -e ".[hf]"`.
 """
 
 from dataclasses import replace

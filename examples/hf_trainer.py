@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on islands: one call at the top and one callback. Needs `pip install "atoll[hf]"`.
+"""Hugging Face's Trainer on islands: one call at the top and one callback. Needs `pip install -e ".[hf]"`.
 
     torchrun --nproc-per-node 2 examples/hf_trainer.py
 

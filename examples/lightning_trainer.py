@@ -1,4 +1,4 @@
-"""Lightning's Trainer on islands: one call at the top and one callback. Needs `pip install "atoll[lightning]"`.
+"""Lightning's Trainer on islands: one call at the top and one callback. Needs `pip install -e ".[lightning]"`.
 
     torchrun --nproc-per-node 2 examples/lightning_trainer.py
 

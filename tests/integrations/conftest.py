@@ -1,19 +1,26 @@
 """Two processes for the trainers alone, because trainers change global state; and torchrun's environment."""
 
 import os
-import socket
 from contextlib import closing, contextmanager
 from functools import partial
 
 import pytest
 import torch.distributed as dist
 
+from atoll.engines.network_interfaces import free_port
 from tests.process_pool import ProcessPool
 
 
 @pytest.fixture(scope="session")
 def two():
     with closing(ProcessPool(2)) as pool:
+        yield pool
+
+
+@pytest.fixture
+def four():
+    """Processes of their own: a trainer that has several keeps state of them."""
+    with closing(ProcessPool(4)) as pool:
         yield pool
 
 
@@ -28,8 +35,12 @@ def by_torchrun(port):
     try:
         yield
     finally:
-        for name in [name for name in os.environ if name.startswith("ATOLL_HIDDEN_")]:
+        for name in [name for name in os.environ if name.startswith(("ATOLL_HIDDEN_", "ATOLL_ISLAND_", "TORCHELASTIC_"))]:
             del os.environ[name]
+        for name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys():
+            del os.environ[name]
+        if dist.is_initialized():  # a trainer's group of the devices of an island
+            dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the pool takes down again
 
 
@@ -38,8 +49,6 @@ def torchrun():
     """Returns a context manager that gives a process torchrun's environment."""
 
     def started():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return partial(by_torchrun, free.getsockname()[1])
+        return partial(by_torchrun, free_port("127.0.0.1"))
 
     return started

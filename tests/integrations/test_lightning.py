@@ -1,9 +1,13 @@
 """Lightning's real Trainer as an island."""
 
 import importlib
+import io
+import math
 import os
 import sys
 import warnings
+from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +17,15 @@ import atoll
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
+from atoll.core.events import Computed, Evaluated
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
+from atoll.telemetry.event_log import read_events
 from atoll.testing.simulated_runs import Regression
 
 lightning = pytest.importorskip("lightning.pytorch")
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+
 from atoll.integrations.lightning import IslandsCallback, alone  # noqa: E402
 
 WORKLOAD = Regression(hidden=3)
@@ -34,8 +42,21 @@ class Module(lightning.LightningModule):
             raise ZeroDivisionError("a bug of the user")
         return WORKLOAD.loss(self.net, batch)
 
+    def validation_step(self, batch, index):
+        self.log("val_loss", WORKLOAD.loss(self.net, batch))
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+
+
+class Validations(lightning.Callback):
+    """Keeps the loss of every validation."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_validation_end(self, trainer, pl_module):
+        self.losses.append(float(trainer.callback_metrics["val_loss"]))
 
 
 class SavesAfterTheFirstEpoch(lightning.Callback):
@@ -51,17 +72,9 @@ def batches(rank, count):
     return torch.utils.data.DataLoader([WORKLOAD.batches.batch(rank, step) for step in range(count)], batch_size=None)
 
 
-def trainer(callback, epochs, path=None):
-    return lightning.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[callback, SavesAfterTheFirstEpoch(path)],
-    )
+def trainer(callbacks, epochs, **settings):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return lightning.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, callbacks=callbacks, **{**quiet, **settings})
 
 
 def fitted(group, counts, folder, torchrun, resumes):
@@ -73,7 +86,9 @@ def fitted(group, counts, folder, torchrun, resumes):
         seen = [name for name in os.environ if name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}]
         module, callback, path = Module(), IslandsCallback(ALGORITHM, limit_s=30.0), f"{folder}/{rank}.ckpt"
         saved = path if resumes else None
-        trainer(callback, 2, None if resumes else path).fit(module, batches(rank, counts[rank]), ckpt_path=saved)
+        trainer([callback, SavesAfterTheFirstEpoch(None if resumes else path)], 2).fit(
+            module, batches(rank, counts[rank]), ckpt_path=saved
+        )
         assert not dist.is_initialized()
     return Tree.of(module), callback.islands.rounds, callback.islands.steps, joined, seen
 
@@ -97,13 +112,93 @@ def test_a_round_resumes_from_a_checkpoint_to_the_bit(two, torchrun, tmp_path):
         assert rounds == expected_rounds
 
 
+def validated(group, folder, torchrun):
+    """An epoch of 4 batches with validations after 2 and 4 of them. Returns losses and what was saved and printed."""
+    warnings.simplefilter("ignore")
+    with torchrun():
+        rank = alone().rank
+        module, callback, path = Module(), IslandsCallback(ALGORITHM, limit_s=30.0, out=f"{folder}/log"), f"{folder}/{rank}"
+        seen = Validations()
+        trains = lightning.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            devices=1,
+            logger=CSVLogger(path),
+            log_every_n_steps=1,
+            val_check_interval=2,
+            enable_model_summary=False,
+            default_root_dir=path,
+            num_sanity_val_steps=0,
+            callbacks=[callback, seen, lightning.callbacks.ModelCheckpoint(dirpath=path, filename="last")],
+        )
+        with redirect_stdout(io.StringIO()) as printed:
+            trains.fit(module, batches(rank, 4), batches(3, 1))
+    saved = torch.load(f"{path}/last.ckpt", weights_only=False)["state_dict"]
+    final = all(torch.equal(tensor, module.state_dict()[name]) for name, tensor in saved.items())
+    return Tree.of(module), seen.losses, final, printed.getvalue(), any(Path(path).rglob("metrics.csv"))
+
+
+def test_validations_and_the_last_checkpoint_are_of_agreed_weights_and_every_island_logs(two, torchrun, tmp_path):
+    one, other = two.run(validated, str(tmp_path), torchrun())
+    assert one[0].equal(other[0])
+    assert one[1] == other[1]
+    assert len(set(one[1])) > 1
+    assert one[2]
+    assert other[2]
+    assert "Epoch" in one[3]
+    assert "Epoch" not in other[3]
+    assert one[4]
+    assert other[4]
+    events = list(read_events(tmp_path / "log/events.jsonl"))
+    assert [event.loss for event in events if isinstance(event, Evaluated)] == one[1]
+    assert all(math.isfinite(event.loss) for event in events if isinstance(event, Computed))
+
+
+def monitored(group, folder, torchrun, resumed_from):
+    """An epoch of 8 batches with a validation after each second, of which the best is saved; or from that checkpoint on. Returns
+    weights, losses, and the loss of the weights in the best checkpoint."""
+    warnings.simplefilter("ignore")
+    with torchrun():
+        rank = alone().rank
+        module, callback, seen = Module(), IslandsCallback(ALGORITHM, limit_s=30.0), Validations()
+        path = f"{folder}/{rank}"
+        best = lightning.callbacks.ModelCheckpoint(dirpath=path, monitor="val_loss", save_top_k=-1, filename="{step}")
+        trains = trainer([callback, seen, best], 1, val_check_interval=2, num_sanity_val_steps=0, enable_checkpointing=True)
+        start = resumed_from and f"{path}/step={resumed_from}.ckpt"
+        trains.fit(module, batches(rank, 8), batches(3, 1), ckpt_path=start)
+    scored = Module()
+    scored.load_state_dict(torch.load(best.best_model_path, weights_only=False)["state_dict"])
+    with torch.no_grad():
+        (batch,) = batches(3, 1)
+        return Tree.of(module), seen.losses, float(WORKLOAD.loss(scored.net, batch)), callback.islands.steps
+
+
+def test_a_monitored_checkpoint_holds_the_weights_that_were_scored_and_resumes_to_the_bit(two, torchrun, tmp_path):
+    straight = two.run(monitored, str(tmp_path), torchrun(), None)
+    assert all(best == min(losses) for _, losses, best, _ in straight)
+    resumed = two.run(monitored, str(tmp_path), torchrun(), 4)
+    for (params, _, _, steps), (expected, *_) in zip(resumed, straight, strict=True):
+        assert steps == 8
+        assert params.equal(expected)
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "EMAWeightAveraging"])
+def test_averages_of_one_islands_own_weights_are_refused(name):
+    average = getattr(lightning.callbacks, name)(**({"swa_lrs": 0.1} if name.startswith("S") else {}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        averages = trainer([IslandsCallback(ALGORITHM), average], 2)
+        with pytest.raises(ConfigError, match=f"{name} would average weights of one island"):
+            averages.fit(Module(), batches(0, 4))
+
+
 def test_an_exception_closes_the_block_and_propagates():
     callback = IslandsCallback(ALGORITHM)
     module = Module(fails_at=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ZeroDivisionError):
-            trainer(callback, 1).fit(module, batches(0, 4))
+            trainer([callback], 1).fit(module, batches(0, 4))
     assert callback.islands.steps == 2
     assert callback.state_dict() == {}
     assert not module.trainer.optimizers[0]._optimizer_step_post_hooks
@@ -112,8 +207,18 @@ def test_an_exception_closes_the_block_and_propagates():
 def test_without_the_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "atoll.integrations.lightning")
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    with pytest.raises(ConfigError, match=r"callbacks need lightning.pytorch, .*atoll\[lightning\]"):
+    with pytest.raises(ConfigError, match=r"callbacks need lightning.pytorch, .*\[lightning\]"):
         importlib.import_module("atoll.integrations.lightning")
+
+
+def test_islands_of_several_devices_and_asynchronous_algorithms_are_refused_with_another_way():
+    with pytest.raises(ConfigError, match=r"alone\(devices=2\): Lightning's checkpoints .* use Hugging Face's Trainer"):
+        alone(devices=2)
+    hub = trainer([IslandsCallback(atoll.AsyncLocalSGD(inner_steps=3))], 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ConfigError, match=r"AsyncLocalSGD is asynchronous.* atoll\.run_islands"):
+            hub.fit(Module(), batches(0, 4))
 
 
 def test_an_algorithm_that_steps_by_itself_is_refused():
@@ -125,7 +230,7 @@ def test_one_island_trains_like_a_plain_loop():
     module, plain = Module(), WORKLOAD.module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer(IslandsCallback(ALGORITHM), 1).fit(module, batches(0, 7))
+        trainer([IslandsCallback(ALGORITHM)], 1).fit(module, batches(0, 7))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.5)
     with atoll.islands(plain, optimizer, ALGORITHM):
         for step in range(7):

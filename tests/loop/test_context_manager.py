@@ -11,6 +11,8 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.eager import Eager
+from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.flat_tree import Tree
@@ -18,10 +20,23 @@ from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
 from atoll.replica.forward_backward import split_batch
 from atoll.runs.cluster import Cluster
+from atoll.telemetry.summary import read_summary
 from atoll.testing.simulated_runs import Regression, simulate
 
 WORKLOAD = Regression(hidden=3)
-USER_STEPS = [DiLoCo(inner_steps=3), DiLoCo(inner_steps=2, weighting="examples"), DiLoCo(inner_steps=1, outer=SGD(lr=1.0))]
+USER_STEPS = [
+    DiLoCo(inner_steps=3),
+    DiLoCo(inner_steps=2, weighting="examples"),
+    DiLoCo(inner_steps=1, outer=SGD(lr=1.0)),
+    DiLoCo(inner_steps=2, codec="bf16-stochastic"),
+    DiLoCo(inner_steps=2, codec="topk", feedback=0.95, outer=SGD(lr=1.0)),
+]
+OVERLAPPING = [
+    Eager(inner_steps=2),
+    Streaming(inner_steps=4, fragments=2, overlap=1),
+    Streaming(inner_steps=4, fragments=3, overlap=4, mixing=0.25, codec="int4"),  # several fragments are under way
+    Streaming(inner_steps=3, fragments=2, overlap=0, codec="bf16-stochastic"),
+]
 ALGORITHM_STEPS = [
     DDP(optimizer=AdamW(lr=0.1), accumulation=2, clip_norm=0.5),
     ZeRO1(optimizer=AdamW(lr=0.1), clip_norm=0.5),
@@ -58,6 +73,19 @@ def trained(group, algorithms):
     return found
 
 
+def overlapped(group, algorithms):
+    """The agreed weights after the last whole round, and those that the exit leaves in the module."""
+    found = []
+    for algorithm in algorithms:
+        model = WORKLOAD.module()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with atoll.islands(model, optimizer, algorithm) as islands:
+            train(model, optimizer, ROUNDS * algorithm.inner_steps)
+            agreed = Tree.of(islands.weights())
+        found.append((agreed, Tree.of(model)))
+    return found
+
+
 def stepped(group, algorithms):
     found = []
     for algorithm in algorithms:
@@ -87,6 +115,15 @@ def test_if_the_user_steps_weights_and_bytes_equal_the_simulators(two, three):
             assert sum(sent for _, sent in found) == size * expected.finished.sent_bytes_per_island
 
 
+def test_weights_of_algorithms_that_exchange_during_a_round_equal_the_simulators(two):
+    for algorithm, *found in zip(OVERLAPPING, *two.run(overlapped, OVERLAPPING), strict=True):
+        expected = simulated(algorithm, 2).params
+        assert all(agreed.equal(expected) for agreed, _ in found), algorithm
+        (before, one), (_, other) = found
+        assert one.equal(other)
+        assert not one.equal(before), "the exit agrees on what was not agreed on yet"
+
+
 def test_if_the_algorithm_steps_the_weights_equal_the_simulators(two, three):
     for size, processes in ((2, two), (3, three)):
         for algorithm, *found in zip(ALGORITHM_STEPS, *processes.run(stepped, ALGORITHM_STEPS), strict=True):
@@ -110,4 +147,4 @@ def test_the_code_of_the_documentation_page_runs(tmp_path, monkeypatch, capsys):
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
         exec(compile(block, page.name, "exec"), names)
     assert capsys.readouterr().out == "64 7 0\n"
-    assert names["islands"].rounds == 3
+    assert names["islands"].rounds == read_summary("logged").rounds == 7

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import atoll
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.streaming import Streaming
 from atoll.core.errors import ConfigError
 from atoll.optim.adam import AdamW
 from atoll.testing.simulated_runs import Regression, RegressionBatches
@@ -44,12 +45,12 @@ def batch_of(island, step, device):
     return inputs, targets
 
 
-def train_on_devices(group, how, saved=None, start=0, stop=STEPS):
+def train_on_devices(group, how, saved=None, start=0, stop=STEPS, algorithm=ALGORITHM):
     """Two islands of two devices: their weights, the bytes that each process sent, and its state after the last step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "device"))
     model = wrap(how, mesh, WORKLOAD.module())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    islands = atoll.islands(model, optimizer, ALGORITHM, mesh=mesh, limit_s=30.0)
+    islands = atoll.islands(model, optimizer, algorithm, mesh=mesh, limit_s=30.0)
     if saved is not None:
         mine = saved[dist.get_rank()]
         model.load_state_dict(mine["model"])
@@ -96,6 +97,17 @@ def test_devices_resume_from_their_own_slices(four):
     resumed = four.run(train_on_devices, "ddp", parts, 5)
     for (weights, *_), (expected, *_) in zip(resumed, straight, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [DiLoCo(inner_steps=4, codec="int4"), Streaming(inner_steps=4, fragments=2, overlap=2, mixing=0.25, codec="int8")]
+)
+def test_devices_exchange_their_slices_encoded_and_in_fragments_and_resume(four, algorithm):
+    straight = four.run(train_on_devices, "ddp", None, 0, 8, algorithm)
+    parts = [state for _, _, state in four.run(train_on_devices, "ddp", None, 0, 4, algorithm)]
+    for (weights, *_), (expected, *_) in zip(four.run(train_on_devices, "ddp", parts, 4, 8, algorithm), straight, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(weights, straight[0][0], strict=True))
 
 
 def diverging(group, how):

@@ -14,6 +14,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ExchangeFailed
@@ -116,6 +117,17 @@ def test_with_finish_alone_an_island_without_batches_leaves_after_one_exchange(t
     assert [present for _, _, present in found] == [3, 2, 2]
     assert found[1][0].equal(found[2][0])
     assert [rounds for _, rounds, _ in found] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(("overlap", "codec"), [(1, "fp32"), (4, "int8")])
+def test_uneven_islands_that_exchange_fragments_end_with_the_same_weights(three, overlap, codec):
+    streaming = Streaming(inner_steps=4, fragments=2, overlap=overlap, mixing=0.25, codec=codec)
+    for steps in ((5, 11, 8), (0, 2, 0)):
+        found = three.run(trained, streaming, steps)
+        assert all(params.equal(found[0][0]) for params, _, _ in found)
+    found = three.run(trained, streaming, (2, 13, 14), "alone")
+    assert [present for _, _, present in found] == [3, 2, 2]
+    assert found[1][0].equal(found[2][0])
 
 
 @pytest.mark.parametrize("steps", [(1, 8, 5), (0, 4, 7), (0, 0, 1), (0, 0, 0)])

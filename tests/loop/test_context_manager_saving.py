@@ -11,6 +11,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree
@@ -71,6 +72,21 @@ def trained(group, algorithm, start, stop, saved=None, where="before"):
     return Tree.of(model), state
 
 
+def saved_late(group, algorithm):
+    """The error of a state that is saved after 6 steps."""
+    model = WORKLOAD.module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for islands in entered(model, optimizer, algorithm):
+        for step in range(6):
+            backward(model, step)
+            optimizer.step()
+        try:
+            islands.state_dict()
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
 def stepped(group, algorithm, batches, saved=None):
     model = WORKLOAD.module()
     for islands in entered(model, None, algorithm, saved and saved[dist.get_rank()]):
@@ -91,6 +107,26 @@ def test_a_round_that_was_saved_in_its_middle_resumes_to_the_bit(two, stop, wher
     resumed = two.run(trained, algorithm, stop, 11, parts, where)
     for (params, _), (expected, _) in zip(resumed, straight, strict=True):
         assert params.equal(expected)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCo(inner_steps=4, codec="int4"),
+        Streaming(inner_steps=4, fragments=2, overlap=2, codec="int8"),
+        Streaming(inner_steps=4, fragments=3, overlap=4, mixing=0.5),
+    ],
+)
+def test_what_codecs_left_out_and_fragments_resume_to_the_bit(two, algorithm):
+    straight = two.run(trained, algorithm, 0, 12)
+    parts = [state for _, state in two.run(trained, algorithm, 0, 8)]
+    for (params, _), (expected, _) in zip(two.run(trained, algorithm, 8, 12, parts), straight, strict=True):
+        assert params.equal(expected)
+
+
+def test_a_round_in_which_a_fragment_was_exchanged_is_not_saved(two):
+    for text in two.run(saved_late, Streaming(inner_steps=4, fragments=2, overlap=1)):
+        assert "2 steps after the last round. Save after a whole round: where islands.steps is a multiple of 4" in text
 
 
 def test_if_the_algorithm_steps_micro_batches_after_the_last_update_are_dropped(two):

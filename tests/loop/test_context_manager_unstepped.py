@@ -148,3 +148,14 @@ def test_an_island_that_forgets_to_step_logs_a_warning_and_one_without_batches_d
     one, (message,) = two.run(one_forgets, True)
     assert one == []
     assert "island 1 took no step" in message
+
+
+def test_an_optimizer_that_steps_before_its_block_is_entered_warns_once(warned):
+    model, optimizer, islands = made()
+    del islands  # a user who forgets the `with` keeps no reference
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+    (message,) = warned()
+    assert "has not been entered: this process trains apart from the other islands" in message
+    assert not optimizer._optimizer_step_post_hooks

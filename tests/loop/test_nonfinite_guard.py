@@ -73,6 +73,32 @@ def test_an_island_recovers_in_the_next_round(two):
     assert len(other[3]) == 1
 
 
+def error_buffers(group, algorithm, rounds, nan_round):
+    """This island's error buffer after each round. One of island 1's rounds has a NaN loss."""
+    model = WORKLOAD.module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    buffers = []
+    with atoll.islands(model, optimizer, algorithm, limit_s=30.0) as islands:
+        for step in range(rounds * algorithm.inner_steps):
+            factor = float("nan") if dist.get_rank() == 1 and step // algorithm.inner_steps == nan_round else 1.0
+            (WORKLOAD.loss(model, WORKLOAD.batches.batch(dist.get_rank(), step)) * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if (step + 1) % algorithm.inner_steps == 0:
+                buffers += [{name: x.clone() for name, x in islands.state_dict()["tensors"].items() if "unsent" in name}]
+    return buffers
+
+
+def test_an_island_with_non_finite_weights_keeps_its_error_buffer(two):
+    one, other = two.run(error_buffers, DiLoCo(inner_steps=3, codec="int8"), 3, 1)
+    assert other[0]
+    for name, buffers in other[0].items():
+        assert buffers.any()
+        assert torch.equal(other[1][name], buffers)
+        assert not torch.equal(other[2][name], buffers)
+        assert not torch.equal(one[1][name], one[0][name])
+
+
 def test_an_island_with_non_finite_moments_raises_and_the_others_continue(two):
     one, other = two.run(diverging, torch.optim.AdamW, ALGORITHM, (9, 9), (4,))
     assert "the weights of island 1 and its optimizer's moments are not finite. It leaves" in other[1]

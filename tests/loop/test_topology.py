@@ -47,7 +47,26 @@ def test_join_refuses_a_timeout_or_threads_of_zero():
 def test_join_uses_torchruns_variables_and_divides_the_cores():
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": "999"}
     done = subprocess.run([sys.executable, "-c", PRINTS], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0", "1", "1", "0", "1", "7"]
+    *_, printed = done.stdout.splitlines()  # torch 2.9's gloo writes there, too
+    assert printed.split() == ["0", "1", "1", "0", "1", "7"]
+
+
+def test_after_torchrun_is_hidden_join_and_a_second_hiding_return_the_hidden_rank(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(f"ATOLL_HIDDEN_{name}", value)
+    assert atoll.join() == (1, 3)
+    assert topology.hide_torchrun() == GridPosition(1, 3)
+    assert not dist.is_initialized()
+
+
+def test_devices_that_torchruns_processes_cannot_be_divided_by_are_refused(monkeypatch):
+    variables = {"RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for devices in (0, 2, 4):
+        with pytest.raises(ConfigError, match=f"devices={devices}: torchrun started 6 processes, 3 of them here"):
+            topology.hide_torchrun(devices)
+    assert not topology.is_hidden()
 
 
 def test_a_chosen_number_of_threads_is_kept(monkeypatch):

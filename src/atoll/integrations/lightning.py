@@ -4,29 +4,58 @@
     trainer = lightning.Trainer(devices=1, callbacks=[IslandsCallback(atoll.DiLoCo(inner_steps=500))])
     trainer.fit(module, make_loader(rank, size))
 
-Lightning's checkpoints contain the callback's state. Give each island its own folder. Checkpoints during training hold this
-island's own weights, to resume from; after `fit`, `trainer.save_checkpoint` saves the agreed weights.
+Lightning's checkpoints contain the callback's state. Give each island its own folder, for its loggers and checkpoints. Validations
+are of the last agreed weights, and a checkpoint right after one holds what was validated, such as that of
+ModelCheckpoint(monitor="val_loss"). Other checkpoints hold this island's own weights. Training resumes from both. Those after
+the last step, and `trainer.save_checkpoint` after `fit`, hold the agreed weights. Island 0 shows the progress.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
-from atoll.integrations.trainer_context import TrainerIslands, alone as alone
+from atoll.integrations import trainer_context
+from atoll.integrations.trainer_context import TrainerIslands
+from atoll.loop.topology import RankAndSize, hidden_position
 
 _Callback: Any = require("lightning.pytorch", extra="lightning", purpose="Lightning's callbacks").Callback
+
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+
+
+def alone(devices: int = 1) -> RankAndSize:
+    """Hides torchrun's other processes, each of which is an island of one device; see the `alone` of
+    `atoll.integrations.trainer_context`. Lightning, which has read torchrun's variables when it was imported, logs on every island,
+    and only island 0 says on the terminal what it does."""
+    if devices != 1:
+        raise ConfigError(
+            f"alone(devices={devices}): Lightning's checkpoints hold the state of one process, so an island has one device. "
+            f"For islands of several devices {LightningIslands.several}."
+        )
+    joined = trainer_context.alone()
+    require("lightning.fabric.utilities.rank_zero", extra="lightning", purpose="Lightning's callbacks").rank_zero_only.rank = 0
+    if joined.rank:
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    return joined
 
 
 class LightningIslands(TrainerIslands, _Callback):  # type: ignore[misc]
     """Counts the steps of the module's one optimizer. Gradient accumulation and AMP are supported.
 
-    Its arguments are an algorithm that counts the steps of an optimizer, such as DiLoCo, and `limit_s`, `finish`, `examples`
-    and `trusted_network` of `atoll.islands`.
+    Its arguments are an algorithm that counts the steps of an optimizer, such as DiLoCo, and `limit_s`, `finish`, `examples`,
+    `trusted_network`, `average_buffers`, `out` and `sinks` of `atoll.islands`.
     """
 
     trainer = "Lightning"
+    several = "use Hugging Face's Trainer, or atoll.islands with a mesh in your own loop"
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if hidden_position().island and trainer.progress_bar_callback is not None:
+            trainer.progress_bar_callback.disable()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if len(trainer.optimizers) != 1:
@@ -34,7 +63,32 @@ class LightningIslands(TrainerIslands, _Callback):  # type: ignore[misc]
                 f"the module has {len(trainer.optimizers)} optimizers, and islands count the steps of one. Configure one, or use "
                 f"atoll.islands in your own loop with the optimizer that steps last."
             )
+        for callback in trainer.callbacks:
+            if (name := type(callback).__name__) in _AVERAGING:
+                raise ConfigError(
+                    f"{name} would average weights of one island in the middle of its rounds, and put another average into each "
+                    f"island's model at the end. Leave it out: the agreed weights are the mean of all islands."
+                )
         self._open(pl_module, trainer.optimizers[0], trainer.world_size)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self._arguments["out"] is not None or self._arguments["sinks"]:  # reading a loss waits for a GPU
+            self._log(None if loss is None else float(loss))
+        steps, epochs = trainer.max_steps, trainer.max_epochs
+        last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1
+        if 0 <= steps <= trainer.global_step or (trainer.is_last_batch and last_epoch):
+            self._finish()  # validations and checkpoints follow
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._begin_evaluation()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        loss = trainer.callback_metrics.get("val_loss")
+        self._evaluated({} if loss is None else {"loss": float(loss)})
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._end_evaluation()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._close()

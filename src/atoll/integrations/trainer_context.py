@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -11,41 +15,65 @@ import torch.distributed as dist
 from torch import nn
 
 from atoll.core.errors import ConfigError
-from atoll.core.protocols import Algorithm
+from atoll.core.protocols import Algorithm, Sink
 from atoll.loop.context_manager import Islands, islands
 from atoll.loop.rule_optimizer import unwrap_optimizer
-from atoll.loop.topology import RankAndSize, hide_torchrun
+from atoll.loop.topology import RankAndSize, hidden_position, hide_torchrun, is_hidden, join
 
 
-def alone() -> RankAndSize:
+def alone(devices: int = 1) -> RankAndSize:
     """Hides torchrun's other processes from trainers that this process makes. The islands still find each other.
 
     Call it first in your script. It renames torchrun's environment variables, creates no process group that a library could see,
-    and on a machine with several GPUs makes only the GPU of the local rank visible.
+    and on a machine with several GPUs makes only those of the island visible.
+
+    Args:
+        devices: of an island. With several, consecutive processes of one machine are an island, and a trainer sees these alone: it
+            trains data-parallel on them.
 
     Returns:
-        This island's rank and the number of islands: shard your data by them.
+        This island's rank and the number of islands: shard your data by them. With several devices the trainer divides the
+        island's shard further.
     """
+    if is_hidden():
+        if hidden_position().devices != devices:
+            raise ConfigError(
+                f"alone(devices={devices}) after alone(devices={hidden_position().devices}): the islands are made once. Call alone "
+                f"once, or with the same number."
+            )
+        return join()
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError("alone() hides the other processes, but torch.distributed is initialized. Call it first in your script.")
-    local_rank = os.environ.get("LOCAL_RANK")
-    if local_rank is not None and torch.cuda.is_available() and torch.cuda.device_count() > 1:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise ConfigError("alone() chooses one GPU for this process, but CUDA is initialized. Call it first in your script.")
-        os.environ["CUDA_VISIBLE_DEVICES"] = _one_gpu(os.environ, torch.cuda.device_count(), int(local_rank))
-    return hide_torchrun()
+    if (local_rank := os.environ.get("LOCAL_RANK")) is not None:
+        _show_own_gpus(int(local_rank), devices)
+    hide_torchrun(devices)
+    return join()
 
 
-def _one_gpu(environment: Mapping[str, str], count: int, local_rank: int) -> str:
-    """The visible GPU of this local rank.
+def _show_own_gpus(local_rank: int, devices: int) -> None:
+    """Make only the GPUs of this island visible. CUDA's runtime reads the variable at its first call, and `is_available` is one;
+    `device_count` asks the driver's NVML instead."""
+    if (count := torch.cuda.device_count()) < 2:
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus = _gpus(os.environ, count, local_rank, devices)
+    if (seen := torch._C._cuda_getDeviceCount()) != devices:
+        raise ConfigError(
+            f"alone(devices={devices}) chose the GPUs {gpus} of {count}, but CUDA sees {seen}: a library used CUDA before, or this "
+            f"machine has fewer GPUs than devices. Call alone() first in your script, before torch.cuda.is_available()."
+        )
 
-    >>> _one_gpu({}, 4, 2)
-    '2'
-    >>> _one_gpu({"CUDA_VISIBLE_DEVICES": "4,7"}, 2, 3)
+
+def _gpus(environment: Mapping[str, str], count: int, local_rank: int, devices: int) -> str:
+    """The visible GPUs of the island of this local rank.
+
+    >>> _gpus({}, 4, 2, 1), _gpus({}, 4, 3, 2)
+    ('2', '2,3')
+    >>> _gpus({"CUDA_VISIBLE_DEVICES": "4,7"}, 2, 3, 1)
     '7'
     """
     visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(i) for i in range(count)]
-    return visible[local_rank % len(visible)]
+    first = local_rank // devices * devices
+    return ",".join(visible[number % len(visible)] for number in range(first, first + devices))
 
 
 class TrainerIslands:
@@ -54,6 +82,8 @@ class TrainerIslands:
 
     trainer: str
     """How errors name it."""
+    several: str
+    """How errors say what to do for islands of several devices."""
 
     def __init__(
         self,
@@ -63,6 +93,9 @@ class TrainerIslands:
         finish: Literal["together", "alone"] = "together",
         examples: int | None = None,
         trusted_network: bool = False,
+        average_buffers: bool = False,
+        out: str | Path | None = None,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         if hasattr(algorithm, "optimizer"):
             name = type(algorithm).__name__
@@ -70,31 +103,80 @@ class TrainerIslands:
                 f"{name} steps by itself, but {self.trainer} has an optimizer. Use DiLoCo, or {name} in your own loop."
             )
         self._algorithm = algorithm
-        self._arguments = {"limit_s": limit_s, "finish": finish, "examples": examples, "trusted_network": trusted_network}
+        self._arguments: dict[str, Any] = {"limit_s": limit_s, "finish": finish, "examples": examples}
+        self._arguments |= {"trusted_network": trusted_network, "average_buffers": average_buffers, "out": out, "sinks": sinks}
         self._loaded: Mapping[str, Any] | None = None
         """The state to resume from when the block opens."""
         self._is_open = False
+        self._evaluation = ExitStack()
+        """While an evaluation has the agreed weights in the module, what loads the island's own again."""
+        self._evaluates = False
+        """Whether the module holds the agreed weights."""
+        self._metrics: dict[str, float] = {}
+        """Of the datasets on which the trainer has evaluated those."""
         self.islands: Islands | None = None
         """The object that `atoll.islands` returns; None before training."""
 
     def _open(self, model: nn.Module, optimizer: torch.optim.Optimizer, processes: int) -> None:
-        if processes > 1:
+        devices = hidden_position().devices
+        if processes != devices:
             raise ConfigError(
-                f"{self.trainer} trains data-parallel in {processes} processes. Call alone() first and give it one device: each "
-                f"process is then an island."
+                f"{self.trainer} trains data-parallel in {processes} processes, and an island has {devices}. Call alone() first, "
+                f"and give it one device: each process is then an island. For islands of several devices {self.several}."
             )
         self._close(ConfigError("training was restarted before it had ended"))
-        self.islands = islands(model, unwrap_optimizer(optimizer), self._algorithm, **self._arguments)  # type: ignore[arg-type]
+        self.islands = islands(model, unwrap_optimizer(optimizer), self._algorithm, **self._arguments)
         if self._loaded is not None:
             self.islands.load_state_dict(self._loaded)
             self._loaded = None
         self.islands.__enter__()
         self._is_open = True
 
-    def _close(self, error: BaseException | None = None) -> None:
+    def _begin_evaluation(self) -> None:
+        """The trainer evaluates next, and may save what it evaluated: the module gets the agreed weights."""
+        self._end_evaluation()
         if self._is_open and self.islands is not None:
-            self._is_open = False
-            self.islands.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+            self._evaluation.enter_context(self.islands.agreed())
+            self._evaluates = True
+
+    def _evaluated(self, metrics: Mapping[str, float]) -> None:
+        """The trainer has evaluated a dataset. Others may follow."""
+        if not self._is_open:
+            return
+        if not self._evaluates:
+            raise ConfigError(
+                f"{self.trainer} evaluated this island's own weights in the middle of a round: a callback asked for it after "
+                f"IslandsCallback had its turn. Give IslandsCallback last in callbacks=[...], and let the other set "
+                f"control.should_evaluate."
+            )
+        self._metrics |= metrics
+
+    def _end_evaluation(self) -> None:
+        """The module gets the island's own weights again, to train on."""
+        metrics, self._metrics, self._evaluates = self._metrics, {}, False
+        self._evaluation.close()
+        losses = [value for name, value in metrics.items() if name.endswith("_loss")]
+        if (losses or "loss" in metrics) and self.islands is not None:
+            self.islands.log_evaluation({"loss": fmean(losses or [math.nan]), **metrics})
+
+    def _finish(self) -> None:
+        """The trainer takes no further step: what it evaluates and saves from now on are the agreed weights."""
+        self._end_evaluation()
+        if self._is_open and self.islands is not None:
+            self.islands.finish()
+            self._evaluates = True
+
+    def _log(self, loss: float | None) -> None:
+        if loss is not None and self._is_open and self.islands is not None:
+            self.islands.log(loss)
+
+    def _close(self, error: BaseException | None = None) -> None:
+        try:
+            self._end_evaluation()
+        finally:  # the other islands wait for this one until it leaves
+            if self._is_open and self.islands is not None:
+                self._is_open = False
+                self.islands.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
 
     def _state(self) -> dict[str, Any]:
         """For a checkpoint; empty outside of training."""

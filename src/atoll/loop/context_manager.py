@@ -17,8 +17,9 @@ Under torchrun every process is an island. Without torchrun there is one island 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 from weakref import WeakSet
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.core.errors import ConfigError
-from atoll.core.protocols import Algorithm
+from atoll.core.protocols import Algorithm, Sink
 from atoll.loop.rounds import LoopCheckpoint, LoopContext
 from atoll.loop.rule_optimizer import IslandsOptimizer, was_skipped
 from atoll.loop.settings import LoopSettings
@@ -46,6 +47,9 @@ def islands(
     finish: Literal["together", "alone"] = "together",
     examples: int | None = None,
     trusted_network: bool = False,
+    average_buffers: bool = False,
+    out: str | Path | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> Islands:
     """Trains your module together with the other islands. Use it in a `with` block around your loop.
 
@@ -62,6 +66,10 @@ def islands(
         examples: number of examples of this island, for DiLoCo(weighting="examples").
         trusted_network: allows islands on several machines: everyone on the network between them can read and change the run. See
             `atoll.join`.
+        average_buffers: at the end of each round all islands get the mean of their floating-point buffers, such as BatchNorm's
+            statistics. Otherwise these stay the island's own.
+        out: new folder for the events of all islands, which `atoll report` reads. The first process writes it.
+        sinks: further receivers of events, in the first process. Give `out` and `sinks` on all islands or on none.
     """
     return Islands(
         LoopSettings(
@@ -73,6 +81,9 @@ def islands(
             finish=finish,
             examples=examples,
             trusted_network=trusted_network,
+            average_buffers=average_buffers,
+            out=None if out is None else str(out),
+            sinks=sinks,
         )
     )
 
@@ -92,6 +103,9 @@ class Islands:
             self._own_optimizer = IslandsOptimizer(parameters, settings.algorithm.optimizer, _not_compiled(self._on_own_step))
         self._context: LoopContext | None = None
         self._is_open = False
+        self._unentered = _warn_if_stepped_before_entry(settings)
+        self._holds_agreed = False
+        """Whether the model holds the agreed weights for an evaluation."""
         self._checkpoint: LoopCheckpoint | None = None
         self._tokens: int | None = None
         self._queried = False
@@ -110,6 +124,7 @@ class Islands:
                 "would deadlock. Leave the other first; or put the models into one nn.ModuleDict and one block, and give the "
                 "optimizer that steps last. (A trainer that failed leaves its block open, unless it runs in `with callback:`.)"
             )
+        self._unentered.close()
         with ExitStack() as cleanup:
             _OPEN.add(self)
             cleanup.callback(_OPEN.discard, self)
@@ -148,6 +163,10 @@ class Islands:
 
     def _on_user_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_open and not was_skipped(optimizer):
+            if self._holds_agreed:
+                raise ConfigError(
+                    "the loop stepped inside of `with islands.agreed()`, where the model holds other weights. Leave it."
+                )
             self.steps += 1
             self._entered().user_stepped()
 
@@ -221,10 +240,42 @@ class Islands:
         tensors: dict[str, Tensor] = context.state.params.tensors()
         return tensors
 
+    def finish(self) -> None:
+        """Complete the last round together with the other islands before the block ends, to evaluate or save the agreed weights,
+        which the model then holds. No step may follow. The end of the block does it otherwise."""
+        self._entered().complete()
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """A context in which the model holds the last agreed weights, to evaluate them. Then it holds this island's own again. With
+        several devices per island all of them enter it."""
+        if self._entered().final_params is not None:  # the model holds them anyway
+            yield
+            return
+        if self._settings.sharded:
+            raise ConfigError("every process holds a slice of the agreed weights. Evaluate after the block.")
+        with self._entered().agreed():
+            self._holds_agreed = True
+            try:
+                yield
+            finally:
+                self._holds_agreed = False
+
+    def log(self, loss: float, tokens: int = 0) -> None:
+        """Record the loss of a step, and the tokens of its batches, in the events of `out` and `sinks`. Call it before the step,
+        which may end the round. `step(tokens=...)` counts tokens, too."""
+        self._entered().recorder.log(loss, tokens)
+
+    def log_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Record measures of the agreed weights, with at least `loss`, in the events. Those of other islands than the first are
+        ignored."""
+        self._entered().recorder.log_evaluation(metrics)
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed loop needs besides your model and optimizer. Every process saves its own.
 
-        If the algorithm steps by itself, this is the state after the last update, without later micro-batches.
+        If the algorithm steps by itself, this is the state after the last update, without later micro-batches. Inside of
+        `with islands.agreed()` the state contains this island's own weights, so the model's file may have the agreed ones.
         """
         return self._entered().checkpoint(self.steps).to_dict()
 
@@ -250,6 +301,24 @@ class Islands:
                 "these islands are not entered: use `with atoll.islands(...) as islands`. atoll.join() has rank and size."
             )
         return self._context
+
+
+def _warn_if_stepped_before_entry(settings: LoopSettings) -> ExitStack:
+    """Has the user's optimizer warn at its first step, until the returned stack is closed. The optimizer may outlive the islands: a
+    user who forgets the `with` keeps no reference to them."""
+    hook, optimizer = ExitStack(), settings.user_optimizer
+    if optimizer is None:  # `islands.step()` refuses to step outside of the block
+        return hook
+
+    def warn(*_: Any) -> None:
+        hook.close()
+        logging.getLogger("atoll").warning(
+            "atoll: the optimizer steps, and the block of atoll.islands that it was given to has not been entered: this process "
+            "trains apart from the other islands. Put the loop into `with atoll.islands(...) as islands:`."
+        )
+
+    hook.callback(optimizer.register_step_post_hook(_not_compiled(warn)).remove)
+    return hook
 
 
 def _not_compiled(function: T) -> T:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from typing import Literal
 
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.core.layout import shard_range
+from atoll.core.layout import Layout, shard_range
 from atoll.core.protocols import Gradient, Weigh, Work
 from atoll.engines.communication_thread import CommunicationThread, Request
 from atoll.engines.group_collectives import GroupCollectives
@@ -29,17 +30,15 @@ class WeightSlice:
 
     def __init__(self, module: ModuleWeights, intra_island: GroupCollectives, thread: CommunicationThread) -> None:
         self._module, self._intra_island, self._thread = module, intra_island, thread
-        self._range = shard_range(module.layout.numel, intra_island.rank, intra_island.size)
-        self.layout = module.layout.slice(*self._range)
+        self.layout = module.layout.slice(*shard_range(module.layout.numel, intra_island.rank, intra_island.size))
 
-    def read(self) -> Tree:
-        whole = self._module.read()
-        mine = whole.slice(*self._range).copy()
-        whole.release()
-        return mine
+    def read(self, layout: Layout | None = None) -> Tree:
+        return self._module.read(layout or self.layout)
 
     def write(self, params: Tree) -> None:
+        """Writes the whole slice, or some pieces of it. The other devices' pieces have other sizes, so they gather whole slices."""
         layout = self._module.layout
+        params = params if params.layout == self.layout else self.read().paste_(params)
         mine = Tree(self.layout, params.flat.to(layout.dtype))
         whole = self._thread.call(lambda: self._intra_island.gather_slices(mine, layout))
         self._module.write(whole)
@@ -47,14 +46,22 @@ class WeightSlice:
 
 
 class LoopReplica:
-    """The user's module. A protocols.Replica. `weights` is the part of the module's weights that this process exchanges."""
+    """The user's module. A protocols.Replica. `weights` is the part of the module's weights that this process exchanges. A round
+    has `steps_per_round` steps."""
 
-    def __init__(self, module: ModuleWeights, weights: ModuleWeights | WeightSlice, stepped_by: SteppedBy) -> None:
+    def __init__(
+        self, module: ModuleWeights, weights: ModuleWeights | WeightSlice, stepped_by: SteppedBy, steps_per_round: int
+    ) -> None:
         self._module, self._weights, self.stepped_by = module, weights, stepped_by
         self.exhausted = False
         """Whether the user's loop has ended."""
         self.steps_done = 0
-        """Steps since this round began, or since its last exchange."""
+        """Steps since this round began; if the algorithm steps, since its last exchange."""
+        self.uses_weights = False
+        """Whether the algorithm has used the module's weights since this round began, besides loading those to train from."""
+        self._loads = 0  # in this round
+        self._taken: deque[bool] = deque(maxlen=steps_per_round)
+        """Of the last steps that rounds requested, as many as a round has, whether the user took them."""
         self._steps_requested = 0
         self._resumed_steps = 0
         """Steps of a resumed round that the user took before the checkpoint."""
@@ -68,34 +75,33 @@ class LoopReplica:
     # ------------------------------------------------------------------------------------------------ called by the algorithm
 
     def load(self, params: Tree) -> None:
-        if params.layout != self._weights.layout:
-            params = self._present().paste_(params)
+        self._loads += 1
+        self.uses_weights = self.uses_weights or self._loads > 1
         if not self._skip_load:
             self._weights.write(params)
         self._skip_load = False
+        params = params if self.loaded is None else self.loaded.overlaid(params)
         is_rounded = any(piece.dtype.itemsize < params.flat.element_size() for piece in params.layout.pieces)
         self.loaded = params if is_rounded else None
 
     def params(self) -> Tree:
-        return Tree.borrowed_from(self._weights.layout, lambda: self._present().flat)
+        self.uses_weights = True
+        return Tree.borrowed_from(self._weights.layout, lambda layout: self._present(layout).flat)
 
-    def _present(self) -> Tree:
-        now = self._weights.read()
-        return now.wide() if self.loaded is None else _with_rounding_residual(now, self.loaded)
+    def _present(self, layout: Layout) -> Tree:
+        now = self._weights.read(layout)
+        return now.wide() if self.loaded is None else _with_rounding_residual(now, self.loaded.part(layout))
 
-    async def train(self, steps: int, work: Work) -> None:
+    async def train(self, steps: int, work: Work) -> int:
         self._check("user", "it counts the steps of your own optimizer")
-        self._steps_requested += steps
         for _ in range(steps):
             if self._resumed_steps:
                 self._resumed_steps -= 1
-                self.steps_done += 1
-                continue
-            if not self.exhausted:
+            elif not self.exhausted:
                 await UserStep()
-            if self.exhausted:
-                break
-            self.steps_done += 1
+            self._taken.append(not self.exhausted)
+            self.steps_done += not self.exhausted
+        return 0  # what the user's loader read is not known
 
     async def gradient(
         self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
@@ -128,14 +134,19 @@ class LoopReplica:
         self._tokens = tokens
 
     def begin_round(self) -> None:
-        self.steps_done = self._steps_requested = 0
+        self.steps_done = self._steps_requested = self._loads = 0
+        self.uses_weights = False
 
     def resume_round(self, steps_done: int) -> None:
         """The module holds the weights after `steps_done` steps of the round; with 0 steps the State has its weights."""
         self._skip_load, self._resumed_steps = steps_done > 0, steps_done
 
     def take_share(self) -> float:
-        """The share of the requested steps that the user took since the last exchange. With tokens the weight contains it."""
+        """The share of the requested steps that the user took. A delta is that of as many steps as a round has, also if its
+        fragments are exchanged at different times; a gradient is that of the steps since the last exchange. With tokens the weight
+        contains the share."""
+        if self.stepped_by == "user":
+            return sum(self._taken) / len(self._taken) if self._taken else 1.0
         share = self.steps_done / self._steps_requested if self._steps_requested and self._weigh == "batches" else 1.0
         self.begin_round()
         return share

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Coroutine, Mapping, Sequence
+import math
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree, free_buffer_pool
@@ -25,6 +28,7 @@ from atoll.core.serialization import Packed, pack, unpack
 from atoll.engines.communication_thread import CommunicationThread, Request
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.shared_and_sharded_state import borrowed, owned
+from atoll.loop.event_recorder import EventRecorder
 from atoll.loop.nonfinite_guard import NonFiniteGuard
 from atoll.loop.replica import LoopReplica, UserStep, WeightSlice
 from atoll.loop.rule_optimizer import IslandsOptimizer
@@ -48,6 +52,7 @@ class LoopCheckpoint:
     position: GridPosition
     module_digest: str  # of the weights in the middle of a round; empty where the State has the weights
     packed: Packed  # the algorithm's State after the last completed round
+    own: Tensor | None = None  # this process's weights in the middle of a round, if the module held the agreed ones
 
     def to_dict(self) -> dict[str, Any]:
         fields = {name: value for name, value in vars(self).items() if name != "packed"}
@@ -64,10 +69,15 @@ class LoopCheckpoint:
             )
         numbers = {name: int(given[name]) for name in ("rounds", "steps", "steps_in_round")}
         position, packed = GridPosition(*given["position"]), Packed(given["structure"], dict(given["tensors"]))
-        return LoopCheckpoint(**numbers, position=position, module_digest=str(given["module_digest"]), packed=packed)
+        own, digest = given.get("own"), str(given["module_digest"])
+        return LoopCheckpoint(**numbers, position=position, module_digest=digest, packed=packed, own=own)
 
-    def check_module(self, weights: Tree, position: GridPosition) -> None:
-        """Checks that the module holds the weights of the checkpoint. Another island's checkpoint has a digest of other weights."""
+    def restore_module(self, module: ModuleWeights, position: GridPosition) -> None:
+        """Checks that the module holds the weights of the checkpoint, after loading those that it has itself. Another island's
+        checkpoint has a digest of other weights."""
+        if self.own is not None and self.own.numel() == module.layout.numel:
+            module.write(Tree(module.layout, self.own.to(module.device)))
+        weights = module.read()
         if self.module_digest and position == self.position and weights.digest() != self.module_digest:
             raise CheckpointError(
                 f"this state was saved in the middle of a round, {self.steps_in_round} steps after the last exchange, and the "
@@ -117,31 +127,42 @@ class LoopContext:
         self._weights: ModuleWeights | WeightSlice = self._module
         if intra_island is not None and not self._module.sharded:
             self._weights = WeightSlice(self._module, intra_island, self._thread)
-        self._replica = LoopReplica(self._module, self._weights, settings.stepped_by)
+        self._replica = LoopReplica(self._module, self._weights, settings.stepped_by, settings.algorithm.steps_per_round)
         self._timeout = ExchangeTimeout(settings.limit_s)
         self._collectives = self.topology.inter_island
         self._guard = NonFiniteGuard(self.topology.position.island, settings.user_optimizer, intra_island)
-        layout, timeout = self._weights.layout, self._timeout
-        self._peers = UnevenPeers(self._collectives, self._thread, self._work, layout, timeout, self._replica, self._guard)
+        self.recorder = EventRecorder(settings, self.topology.position, self.topology.store)
+        given = self._work, self._weights.layout, self._timeout, self._replica, self._guard, self.recorder
+        self._peers = UnevenPeers(self._collectives, self._thread, *given)
         self._algorithm = settings.algorithm if optimizer is None else optimizer.attach(settings.algorithm)
         self._round: Coroutine[Any, Any, Any] | None = None
         self._waits_for_user = False
         self.state: Any = None
         """The State at the start of the present round. No exchange overwrites it, so it can be saved at any time."""
+        self.final_params: Tree | None = None
+        """The agreed weights after the last round, once it is complete."""
+        self._own: Tree | None = None
+        """This island's weights while the module holds the agreed ones."""
+        self._round_steps = 0
+        """Of the user, since the last completed round."""
         self.rounds = 0
         """Completed rounds that changed the weights."""
         self._log_limit()
         try:
             self._handshake(checkpoint)
+            params = sum(math.prod(piece.shape) for piece in self._module.layout.pieces)
+            self.recorder.begin(params, resumes=checkpoint is not None)
+            if checkpoint is not None and self.recorder.folder is not None:
+                log_info(f"the events of the resumed training are in {self.recorder.folder.path}")
             self._start(checkpoint)
         except BaseException:
             self.abandon()
             raise
 
     def _work(self, steps: int, batches: int, pieces: int) -> Work:
-        """The user's loader chooses the data, so positions are not used."""
-        island = self.topology.position.island
-        return Work(shard=island, start=0, schedule=0, examples=self._settings.examples or 1, pieces=pieces)
+        """The user's loader chooses the data: only seeds of codecs come from this position."""
+        island, schedule = self.topology.position.island, self.rounds * self._algorithm.steps_per_round
+        return Work(shard=island, start=schedule, schedule=schedule, examples=self._settings.examples or 1, pieces=pieces)
 
     def load(self, checkpoint: LoopCheckpoint) -> None:
         """Resume from a checkpoint with the weights that the module holds now. All islands call it together."""
@@ -183,7 +204,7 @@ class LoopContext:
         if checkpoint is not None:
             state = checkpoint.unpack_state(state, self.topology.position)
             if self._settings.stepped_by == "user":
-                checkpoint.check_module(self._module.read(), self.topology.position)
+                checkpoint.restore_module(self._module, self.topology.position)
                 self._replica.resume_round(checkpoint.steps_in_round)
         if self._settings.sharded:
             self._replica.load(self._thread.run(self._peers.all_gather(self._algorithm.held(state))))
@@ -198,6 +219,8 @@ class LoopContext:
     def user_stepped(self) -> None:
         """The user's optimizer has taken a step."""
         self._check_usable()
+        self.recorder.user_stepped()
+        self._round_steps += 1
         self._advance()
 
     def user_computed(self, tokens: int | None) -> None:
@@ -205,6 +228,9 @@ class LoopContext:
         assert self._optimizer is not None
         self._check_usable()
         self._replica.accept_gradients(tokens)
+        self.recorder.log(None, tokens or 0)
+        self.recorder.user_stepped()
+        self._round_steps += 1
         if not self._peers.launched:  # a running background exchange belongs to an update with the old rate
             self._optimizer.read_lr()
         self._advance()
@@ -221,6 +247,7 @@ class LoopContext:
                 return
             self._begin_round()
         self._waits_for_user = True
+        self.recorder.user_continues()
 
     def _begin_round(self) -> None:
         self._replica.begin_round()
@@ -233,15 +260,45 @@ class LoopContext:
         value: Any = None
         try:
             while not isinstance(request := self._round.send(value), UserStep):
+                self.recorder.close_span()
                 value = self._thread.fulfil(request)
         except StopIteration as end:
             self._round = None
             self._guard.check_state(end.value)
             before, self.state = self.state, owned(end.value)
             self.rounds += self.state.params is not before.params
+            self.recorder.end_round(self.state, self._collectives.names)
+            if self._settings.average_buffers:
+                self._thread.call(partial(self._average_buffers, self._round_steps))
+            self._round_steps = 0
             recycle([before], [self.state, self._replica.loaded])
             return True
         return False
+
+    @torch.no_grad()
+    def _average_buffers(self, steps: int) -> None:
+        """Give all islands the mean of their floating-point buffers, weighted by their steps in the round."""
+        buffers = [buffer for buffer in self._module.module.buffers() if buffer.is_floating_point()]
+        weights = [row[0] for row in self._collectives.all_gather_numbers(steps)]
+        if not buffers or not (total := sum(weights)):
+            return
+        flat = torch.cat([buffer.reshape(-1).float() for buffer in buffers])
+        self._collectives.reduce_scatter(flat, weights, divide_by=total)
+        self._collectives.all_gather(flat)
+        for buffer, mean in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(mean.view(buffer.shape))
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """The module holds the last agreed weights, and then its own again."""
+        self._own = own = self._module.read()  # whole, so that each device of the island restores it by itself
+        self._weights.write(self.state.params)
+        try:
+            yield
+        finally:
+            self._own = None
+            self._module.write(own)
+            own.release()
 
     def _close_round(self) -> None:
         if self._round is not None:
@@ -256,6 +313,8 @@ class LoopContext:
             log_info(f"{what}: {timeout.timeout_s:g} s ({timeout.reason}). Set by limit_s.")
 
     def _check_usable(self) -> None:
+        if self.final_params is not None:
+            raise ConfigError("a step after islands.finish(), which has completed the last round. Call finish() after the loop.")
         if not self._waits_for_user:
             raise ConfigError("an exchange failed or training diverged before, so this island is out of step. Leave the block.")
 
@@ -265,23 +324,44 @@ class LoopContext:
 
     def checkpoint(self, steps: int) -> LoopCheckpoint:
         in_round = self._replica.steps_done
-        digest = self._module.read().digest() if in_round and self._settings.stepped_by == "user" else ""
-        position, packed = self.topology.position, pack(self.state)
-        return LoopCheckpoint(
-            rounds=self.rounds, steps=steps, steps_in_round=in_round, position=position, module_digest=digest, packed=packed
-        )
+        if in_round and self._waits_for_user and self._replica.uses_weights and self._settings.stepped_by == "user":
+            name, count = type(self._algorithm).__name__, self._algorithm.steps_per_round
+            raise CheckpointError(
+                f"{name} exchanges in the middle of its rounds of {count} steps, and has done so in this round. It cannot be saved "
+                f"{in_round} steps after the last round. Save after a whole round: where islands.steps is a multiple of {count}."
+            )
+        digest, own = "", None
+        if in_round and self._settings.stepped_by == "user":
+            digest = (self._own or self._module.read()).digest()
+            own = None if self._own is None else self._own.flat.clone()
+        given: dict[str, Any] = {
+            "position": self.topology.position,
+            "module_digest": digest,
+            "packed": pack(self.state),
+            "own": own,
+        }
+        return LoopCheckpoint(rounds=self.rounds, steps=steps, steps_in_round=in_round, **given)
+
+    def complete(self) -> None:
+        """Complete the rounds together with the other islands, and leave the agreed weights in the module."""
+        if self.final_params is not None:
+            return
+        self._check_usable()
+        self._replica.exhausted = True
+        self._advance()
+        params: Tree = self.state.params
+        if self._settings.sharded:
+            params = self._thread.run(self._peers.all_gather(params.cast(self._weights.layout.dtype)))
+        self._replica.begin_round()
+        self._replica.load(params)
+        self.final_params = params
 
     def finish(self) -> None:
-        """Complete the rounds together with the other islands, and leave the agreed weights in the module."""
+        """Complete the rounds, and close."""
         try:
-            self._check_usable()
-            self._replica.exhausted = True
-            self._advance()
-            params: Tree = self.state.params
-            if self._settings.sharded:
-                params = self._thread.run(self._peers.all_gather(params.cast(self._weights.layout.dtype)))
-            self._replica.begin_round()
-            self._replica.load(params)
+            self.complete()
+            assert self.final_params is not None, "the rounds are complete"
+            self.recorder.finish(self.final_params)
             self._thread.close()
             self.topology.close()
             free_buffer_pool()
@@ -291,6 +371,7 @@ class LoopContext:
 
     def abandon(self) -> None:
         """Leave at once after an exception. The peers learn of it at their next exchange; this process does not wait for them."""
+        self.recorder.close()
         self._collectives.record_departure()
         # No status message precedes a gather of slices: an island that stops inside of one has no message to replace.
         if self._waits_for_user or not self._settings.sharded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atoll.core.config.type_checks import Timeout, WideInt, check_type, check_types
 from atoll.core.errors import ConfigError
-from atoll.core.protocols import Algorithm, AsyncAlgorithm, HoldsWeights
+from atoll.core.protocols import Algorithm, AsyncAlgorithm, HoldsWeights, Sink
 from atoll.engines.processes.intra_island import check_sliceable
 from atoll.loop.replica import SteppedBy
 from atoll.loop.rule_optimizer import unwrap_optimizer
@@ -33,13 +34,17 @@ class LoopSettings:
     finish: Literal["together", "alone"] = "together"
     examples: WideInt | None = None
     trusted_network: bool = False
+    average_buffers: bool = False
+    out: str | None = None
+    sinks: Sequence[Sink] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
         name = type(self.algorithm).__name__
         if isinstance(self.algorithm, AsyncAlgorithm) and not isinstance(self.algorithm, type):
             raise ConfigError(
-                f"{name} is asynchronous: it has a hub and no rounds, so a loop cannot run it. Use DiLoCo, ACCO, DDP or ZeRO1 here."
+                f"{name} is asynchronous: it has a hub and no rounds, and this block has no hub. Use DiLoCo, ACCO, DDP or ZeRO1 "
+                f"here; or atoll.run_islands, and start the loop with `atoll run demo-async --engine ray --workload FILE.py:NAME`."
             )
         check_type("algorithm", self.algorithm, Algorithm[Any])
         self._check_optimizer(name)
@@ -51,10 +56,24 @@ class LoopSettings:
             raise ConfigError(
                 'weighting="examples" needs the number of examples of this island: give islands(..., examples=len(dataset)).'
             )
+        if getattr(self.algorithm, "weighting", "uniform") == "tokens":
+            raise ConfigError(
+                'weighting="tokens" in a loop of your own: atoll does not see what your loader reads. Use weighting="examples" and '
+                "islands(..., examples=...), or uniform."
+            )
+        if getattr(self.algorithm, "quorum", None) is not None:
+            raise ConfigError(
+                f"{name}(quorum={self.algorithm.quorum}) in a loop of your own: its exchanges need every island. Leave quorum out, "
+                f"or use `atoll run` on the simulator or on elastic islands."
+            )
         if self.finish == "alone" and self.sharded:
             raise ConfigError(
                 f'finish="alone" with {name}: every island holds a slice of the state, which would be lost when it leaves. Use '
                 f'finish="together".'
+            )
+        if self.average_buffers and self.finish == "alone":
+            raise ConfigError(
+                'average_buffers=True with finish="alone": an island that leaves would keep other buffers. Use finish="together".'
             )
         self._check_module(name)
 
@@ -96,20 +115,9 @@ class LoopSettings:
         """Checks that the optimizer holds the module's parameters. `own` stands for the rule of an algorithm that steps."""
         optimizer = own or self.user_optimizer
         assert optimizer is not None
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        missing = [name for name, parameter in module.parameters.items() if id(parameter) not in stepped]
-        if own is not None and missing:
+        if own is not None and (missing := _missing_parameters(module, own)):
             raise ConfigError(f"{missing[0]} was unfrozen after atoll.islands was called. Unfreeze it first.")
-        if len(missing) == len(module.parameters):
-            raise ConfigError(
-                f"the optimizer has none of the model's {len(missing)} trainable parameters: it was made for another model, or "
-                f"before this one's parameters were replaced (by fully_shard, for example). Make the optimizer last."
-            )
-        if missing:
-            logging.getLogger("atoll").warning(
-                f"atoll: {len(missing)} of the model's {len(module.parameters)} trainable parameters are not in the optimizer, for "
-                f"example {missing[0]}. That is right if another optimizer steps them. Otherwise add or freeze them."
-            )
+        check_holds(optimizer, module)
 
     @property
     def user_optimizer(self) -> torch.optim.Optimizer | None:
@@ -133,6 +141,11 @@ class LoopSettings:
         )
 
     @property
+    def records(self) -> bool:
+        """Whether the islands' rounds become events."""
+        return self.out is not None or bool(self.sinks)
+
+    @property
     def sharded(self) -> bool:
         """Whether every island holds a slice of the algorithm's State."""
         return isinstance(self.algorithm, HoldsWeights)
@@ -140,4 +153,25 @@ class LoopSettings:
     @property
     def comparable(self) -> str:
         """The settings that all islands must share, as text."""
-        return re.sub(r" at 0x[0-9a-f]+", "", f"{self.algorithm!r} {self.finish}")
+        optional = [name for name in ("average_buffers", "records") if getattr(self, name)]
+        return re.sub(r" at 0x[0-9a-f]+", "", " ".join([repr(self.algorithm), self.finish, *optional]))
+
+
+def check_holds(optimizer: torch.optim.Optimizer, module: ModuleWeights) -> None:
+    """Refuses an optimizer with none of the module's parameters, and warns of one that lacks some."""
+    missing = _missing_parameters(module, optimizer)
+    if len(missing) == len(module.parameters):
+        raise ConfigError(
+            f"the optimizer has none of the model's {len(missing)} trainable parameters: it was made for another model, or "
+            f"before this one's parameters were replaced (by fully_shard, for example). Make the optimizer last."
+        )
+    if missing:
+        logging.getLogger("atoll").warning(
+            f"atoll: {len(missing)} of the model's {len(module.parameters)} trainable parameters are not in the optimizer, for "
+            f"example {missing[0]}. That is right if another optimizer steps them. Otherwise add or freeze them."
+        )
+
+
+def _missing_parameters(module: ModuleWeights, optimizer: torch.optim.Optimizer) -> list[str]:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [name for name, parameter in module.parameters.items() if id(parameter) not in stepped]

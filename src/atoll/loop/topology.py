@@ -6,10 +6,11 @@ A trainer that finds torchrun's variables or a process group sets up data-parall
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,8 +26,21 @@ from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout, FailureAttribution
 from atoll.engines.point_to_point import Group
+from atoll.engines.processes.intra_island import check_sliceable
 from atoll.engines.processes.rank_context import new_group
-from atoll.engines.rank_store import TRUSTED, find_store, machine, on_loopback, refuse_untrusted_network, spans_machines
+from atoll.engines.rank_rendezvous import exchange_interface, wait_for_all
+from atoll.engines.rank_store import (
+    AGENT_STORE,
+    LOOPBACK,
+    TRUSTED,
+    environment,
+    find_store,
+    loopback_interfaces,
+    machine,
+    open_store,
+    refuse_untrusted_network,
+    spans_machines,
+)
 from atoll.loop.settings import LoopSettings
 from atoll.loop.uneven_inputs import UnevenCollectives
 
@@ -37,6 +51,9 @@ _TORCHRUN = {
 }
 """Variables that torchrun sets in every process, besides those that begin with TORCHELASTIC_."""
 _HIDDEN = "ATOLL_HIDDEN_"
+_DEVICES = "ATOLL_ISLAND_DEVICES"
+"""Variables in which `hide_torchrun` keeps torchrun's, and the number of devices of an island."""
+_START_S = 600.0
 _SETTING = "trusted_network=True to atoll.join and atoll.islands"
 
 
@@ -60,8 +77,9 @@ def log_info(text: str) -> None:
 def join(*, limit_s: float = 600.0, threads: int | None = None, trusted_network: bool = False) -> RankAndSize:
     """Initializes a gloo process group if torchrun started this process and no group exists. Returns rank and size.
 
-    Without torchrun it returns (0, 1). On CPUs, if you chose no number of torch threads and the processes of this machine would use
-    more threads than it has cores, `join` divides the cores among them.
+    Without torchrun it returns (0, 1); after `alone()` it returns what that returned, without a group. On CPUs, if you chose no
+    number of torch threads and the processes of this machine would use more threads than it has cores, `join` divides the cores
+    among them.
 
     Args:
         limit_s: timeout for the other processes.
@@ -77,14 +95,14 @@ def join(*, limit_s: float = 600.0, threads: int | None = None, trusted_network:
         raise ConfigError(f"threads={threads}: give 1 or more, or leave it out to keep the present number.")
     if threads is not None:
         torch.set_num_threads(threads)
+    if is_hidden() or not (dist.is_initialized() or _started_by_torchrun()):
+        return RankAndSize(*hidden_position()[:2])
     if not dist.is_initialized():
-        if not _started_by_torchrun():
-            return RankAndSize(0, 1)
         spans = spans_machines()
         _check_network(spans=spans, trusted=trusted_network)
         _divide_cores(chosen=threads is not None)
-        with on_loopback(unless=spans):
-            store, rank, size = find_store(limit_s)
+        store, rank, size = find_store(limit_s)
+        with _connected(store, rank, size, spans=spans, limit_s=limit_s):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit_s))
     return RankAndSize(dist.get_rank(), dist.get_world_size())
 
@@ -95,15 +113,70 @@ def _check_network(*, spans: bool, trusted: bool) -> None:
         log_info(TRUSTED)
 
 
-def hide_torchrun() -> RankAndSize:
-    """Renames torchrun's variables, so that a trainer sees a single process. `find_topology` still finds the others."""
-    if not _started_by_torchrun():
-        return RankAndSize(0, 1)
-    joined = RankAndSize(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+@contextmanager
+def _connected(store: Store, rank: int, size: int, *, spans: bool, limit_s: float) -> Iterator[None]:
+    """Waits until all processes are here. Groups that are created here use an interface on which they reach each other. The first
+    process of each machine logs whom it waits for."""
+    log: Callable[[str], object] = log_info if os.environ.get("LOCAL_RANK", "0") == "0" else lambda text: None
+    own = PrefixStore(f"atoll/enters-{store.add(f'atoll/enters/{rank}', 1)}", store)  # a group's store has keys of earlier blocks
+    wait_for_all(own, rank, size, limit_s, log)
+    with exchange_interface(own, rank, size, spans=spans, limit_s=limit_s, log=log):
+        yield
+
+
+def hide_torchrun(devices: int = 1) -> GridPosition:
+    """Renames torchrun's variables, so that a trainer sees a single process, or the devices of its island alone. `find_topology`
+    still finds the others. A second call changes nothing."""
+    if is_hidden() or not _started_by_torchrun():
+        return hidden_position()
+    size, on_machine = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if devices < 1 or size % devices or on_machine % devices:
+        raise ConfigError(
+            f"devices={devices}: torchrun started {size} processes, {on_machine} of them here. The devices of an island are "
+            f"processes of one machine: give a number that divides both."
+        )
     _divide_cores()
-    for name in [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]:
+    for name in _torchrun_names():
         os.environ[_HIDDEN + name] = os.environ.pop(name)
-    return joined
+    os.environ[_DEVICES] = str(devices)
+    if devices > 1:
+        _show_island(hidden_position())
+    return hidden_position()
+
+
+def is_hidden() -> bool:
+    """Whether `hide_torchrun` has hidden torchrun's other processes."""
+    return _HIDDEN + "RANK" in os.environ
+
+
+def hidden_position() -> GridPosition:
+    """This process among those that `hide_torchrun` hid; the only one if it hid none."""
+    if not is_hidden():
+        return GridPosition()
+    rank, size, devices = (int(os.environ.get(name, "1")) for name in (_HIDDEN + "RANK", _HIDDEN + "WORLD_SIZE", _DEVICES))
+    return GridPosition(rank // devices, size // devices, rank % devices, devices)
+
+
+def _show_island(position: GridPosition) -> None:
+    """Has a trainer take the devices of this island for all of torchrun's processes. They find each other in a store that the first
+    of them hosts, on the loopback interface."""
+    with _torchrun_visible():
+        spans = spans_machines()
+        found, _, _ = find_store(_START_S)
+    if position.device == 0:
+        hosted, port = open_store(LOOPBACK)
+        atexit.register(lambda held: None, hosted)  # it lives as long as this process
+        found.set(f"port/{position.island}", str(port))
+    numbers = {"RANK": position.device, "LOCAL_RANK": position.device}
+    numbers |= {"WORLD_SIZE": position.devices, "LOCAL_WORLD_SIZE": position.devices}
+    texts = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": found.get(f"port/{position.island}").decode(), AGENT_STORE: "True"}
+    os.environ.update({name: str(number) for name, number in numbers.items()} | texts | {"TORCHELASTIC_RUN_ID": "island"})
+    if not spans:
+        os.environ.update(loopback_interfaces())
+
+
+def _torchrun_names() -> list[str]:
+    return [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]
 
 
 def _started_by_torchrun() -> bool:
@@ -112,13 +185,12 @@ def _started_by_torchrun() -> bool:
 
 @contextmanager
 def _torchrun_visible() -> Iterator[None]:
-    names = [name.removeprefix(_HIDDEN) for name in os.environ if name.startswith(_HIDDEN)]
-    os.environ.update({name: os.environ[_HIDDEN + name] for name in names})
+    shown = {name: os.environ.pop(name) for name in _torchrun_names()}
     try:
-        yield
+        with environment({name.removeprefix(_HIDDEN): os.environ[name] for name in [*os.environ] if name.startswith(_HIDDEN)}):
+            yield
     finally:
-        for name in names:
-            del os.environ[name]
+        os.environ.update(shown)
 
 
 def _divide_cores(*, chosen: bool = False) -> None:
@@ -163,6 +235,7 @@ class Topology:
     inter_island: UnevenCollectives  # with the same device of all islands
     intra_island: GroupCollectives | None = None  # with the devices of this island; None if it has one
     groups: tuple[dist.ProcessGroup, ...] = ()  # those that torch.distributed knows
+    store: Store | None = None  # that all processes share in this block; None if there is one
 
     def close(self) -> None:
         for group in self.groups:
@@ -173,7 +246,7 @@ def find_topology(settings: LoopSettings) -> Topology:
     """Creates the process groups of the islands. All processes call it together."""
     timeout_s = ExchangeTimeout(settings.limit_s).timeout_s
     try:
-        return (_hidden_topology if _HIDDEN + "RANK" in os.environ else _visible_topology)(settings, timeout_s)
+        return (_hidden_topology if is_hidden() else _visible_topology)(settings, timeout_s)
     except RuntimeError as error:
         raise ExchangeFailed(
             f"not all islands entered the block within {timeout_s:g} s: one is late, died, or is unreachable. Look at their logs, "
@@ -192,22 +265,22 @@ def _visible_topology(settings: LoopSettings, timeout_s: float) -> Topology:
     counterparts = [list(column) for column in zip(*grid, strict=True)]
     spans = _group_spans_machines(rank, size)
     refuse_untrusted_network(spans=spans, trusted=settings.trusted_network, setting=_SETTING)
-    with on_loopback(unless=spans):
+    with _connected(_get_default_store(), rank, size, spans=spans, limit_s=timeout_s):
         inter = new_group(counterparts, rank, "gloo", timeout_s)
         intra = new_group(grid, rank, "gloo", timeout_s) if position.devices > 1 else None
     store = PrefixStore(f"atoll/{inter.group_name}", _get_default_store())
     inter_island = _uneven_collectives(settings, timeout_s, inter, counterparts[device], store, position.devices)
+    default = _get_default_store()
+    shared = PrefixStore(f"atoll/block/{default.add(f'atoll/blocks/{rank}', 1)}", default)
     if intra is None:
-        return Topology(position, inter_island, groups=(inter,))
-    names = [f"device {number} of island {island}" for number in range(position.devices)]
-    attribution = FailureAttribution(store, rank, grid[island])
-    intra_island = GroupCollectives(intra, timeout_s=timeout_s, attribution=attribution, names=names)
-    return Topology(position, inter_island, intra_island, (inter, intra))
+        return Topology(position, inter_island, groups=(inter,), store=shared)
+    intra_island = _intra_collectives(intra, timeout_s, FailureAttribution(store, rank, grid[island]), position)
+    return Topology(position, inter_island, intra_island, (inter, intra), shared)
 
 
 def _group_spans_machines(rank: int, size: int) -> bool:
     """Whether the processes of torch.distributed run on several machines. A user who initialized it need not have torchrun's
-    variables: then the processes tell each other where they run."""
+    variables: then the processes exchange where they run."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         return spans_machines()
     store = PrefixStore("atoll/machine", _get_default_store())
@@ -225,10 +298,24 @@ def _hidden_topology(settings: LoopSettings, timeout_s: float) -> Topology:
         store, rank, size = find_store(timeout_s)
     if size == 1:
         return _single_process(settings)
-    with on_loopback(unless=spans):
-        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-    inter_island = _uneven_collectives(settings, timeout_s, group, range(size), store)
-    return Topology(GridPosition(rank, size), inter_island)
+    position, timeout = hidden_position(), timedelta(seconds=timeout_s)
+    island, islands, device, devices = position
+    outer, ranks = PrefixStore(f"device{device}", store), range(device, size, devices)
+    with _torchrun_visible(), _connected(store, rank, size, spans=spans, limit_s=timeout_s):
+        group = dist.ProcessGroupGloo(outer, island, islands, timeout)
+        inter_island = _uneven_collectives(settings, timeout_s, group, ranks, outer, devices)
+        if devices == 1:
+            return Topology(position, inter_island, store=store)
+        check_sliceable(settings.algorithm)
+        inner = PrefixStore(f"island{island}", store)
+        inside = dist.ProcessGroupGloo(inner, device, devices, timeout)
+    attribution = FailureAttribution(inner, device, range(devices))
+    return Topology(position, inter_island, _intra_collectives(inside, timeout_s, attribution, position), store=store)
+
+
+def _intra_collectives(group: Group, timeout_s: float, attribution: FailureAttribution, position: GridPosition) -> GroupCollectives:
+    names = [f"device {number} of island {position.island}" for number in range(position.devices)]
+    return GroupCollectives(group, timeout_s=timeout_s, attribution=attribution, names=names)
 
 
 def _single_process(settings: LoopSettings) -> Topology:
@@ -243,7 +330,7 @@ def _uneven_collectives(
     if settings.sharded:
         needs_all = "its slice of the optimizer's state is lost"
     elif devices > 1:
-        needs_all = "with several devices per island the others cannot tell whether all of its devices left"
+        needs_all = "with several devices per island the others cannot know whether all of its devices left"
     return UnevenCollectives(group, ranks, store, timeout_s=timeout_s, finish_together=together, needs_all=needs_all)
 
 

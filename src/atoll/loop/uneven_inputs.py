@@ -1,7 +1,7 @@
 """Islands with uneven inputs: an island may run out of batches, or fail, before the others.
 
 In every exchange an island sends its status along. An island whose batches are used up either stays until all islands are done,
-with weight 0, or leaves after that exchange, and the others continue without it. An island that raised is excluded at once: it
+with weight 0, or leaves after that round, and the others continue without it. An island that raised is excluded at once: it
 posts a leave message if its links still work, and a record in the store otherwise.
 """
 
@@ -23,6 +23,7 @@ from atoll.engines.liveness import ExchangeTimeout, FailureAttribution
 from atoll.engines.point_to_point import Group
 from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.round_record import ExchangeRecord
+from atoll.loop.event_recorder import EventRecorder
 from atoll.loop.nonfinite_guard import NonFiniteGuard
 from atoll.loop.replica import LoopReplica
 
@@ -51,6 +52,7 @@ class UnevenCollectives(GroupCollectives):
         super().__init__(group, timeout_s=timeout_s, attribution=attribution, names=names)
         self._store, self._finish_together, self._needs_all = store, finish_together, needs_all
         self._leaving: list[int] = []
+        """Islands that leave after this round."""
         self.exhausted = False
         """Whether this island's batches are used up."""
         self.finished = False
@@ -61,9 +63,8 @@ class UnevenCollectives(GroupCollectives):
         return super().all_gather_numbers(*numbers)
 
     def all_gather_numbers(self, *numbers: float) -> list[list[float]]:
-        """The numbers of all present islands, in rank order. Excludes islands that failed or that left at the last exchange."""
+        """The numbers of all present islands, in rank order. Excludes islands that failed."""
         assert len(numbers) <= _MESSAGE_NUMBERS, f"{len(numbers)} numbers in a message of {_MESSAGE_NUMBERS}"
-        self.remove(self._leaving)
         padded = [*numbers, *[0.0] * (_MESSAGE_NUMBERS - len(numbers))]
         rows = self.all_gather_surviving(*padded, EXHAUSTED if self.exhausted else CONTINUES, has_left=self._has_left)
         present = [row for row in rows if row is not None and row[-1] != LEFT]
@@ -77,6 +78,11 @@ class UnevenCollectives(GroupCollectives):
         self.finished = len(exhausted) == len(present) if self._finish_together else self.exhausted
         self._leaving = [] if self._finish_together else [rank for rank in exhausted if rank != self.rank]
         return [row[: len(numbers)] for row in present]
+
+    def begin_round(self) -> None:
+        """Excludes islands that left after the last round. Within a round all take part in all exchanges."""
+        self.remove(self._leaving)
+        self._leaving = []
 
     def listed(self, ranks: Sequence[int]) -> str:
         """The islands of these ranks by their initial numbers, as in "island 1, island 3"."""
@@ -113,15 +119,20 @@ class UnevenPeers(ProcessPeers):
         timeout: ExchangeTimeout,
         replica: LoopReplica,
         guard: NonFiniteGuard,
+        recorder: EventRecorder,
     ) -> None:
-        super().__init__(collectives, thread, assign, layout, timeout=timeout, on_exchange=self._record)
-        self._uneven, self._replica, self._guard = collectives, replica, guard
+        given: dict[str, Any] = {"timeout": timeout, "on_exchange": self._record, "clock": recorder.clock}
+        if recorder.is_on:
+            given["on_similarity"] = recorder.record.similarities.append
+        super().__init__(collectives, thread, assign, layout, **given)
+        self._uneven, self._replica, self._guard, self._recorder = collectives, replica, guard, recorder
         self.launched = False
         """Whether this round has started a background exchange."""
 
     def begin_round(self) -> None:
         self.launched = False
         self.results.clear()
+        self._uneven.begin_round()
 
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
         self._update_status()
@@ -149,4 +160,5 @@ class UnevenPeers(ProcessPeers):
             self._uneven.exhausted = self._replica.exhausted
 
     def _record(self, exchange: ExchangeRecord) -> None:
+        self._recorder.record.exchanges.append(exchange)
         self._guard.record(exchange, self._uneven.listed(exchange.nonfinite), is_first=self._uneven.rank == 0)
