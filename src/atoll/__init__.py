@@ -10,6 +10,7 @@ Names are looked up when they are first used, so that importing atoll does not i
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
     from atoll.data.partition import IID as IID, ByDomain as ByDomain, Dirichlet as Dirichlet, KMeans as KMeans
     from atoll.data.text import Text as Text
     from atoll.engines.elastic.spec import Elastic as Elastic
+    from atoll.engines.extend_run import extend as extend
     from atoll.engines.processes.spec import Processes as Processes
     from atoll.engines.ray.spec import Ray as Ray
     from atoll.engines.replay_async_run import replay_run as replay_run
     from atoll.engines.run_lifecycle import Result as Result, resume as resume, run as run
     from atoll.engines.simulator.spec import Simulator as Simulator
     from atoll.loop.context_manager import Islands as Islands, islands as islands
+    from atoll.loop.run_islands import RunIslands as RunIslands, run_islands as run_islands
     from atoll.loop.topology import join as join
     from atoll.models.gpt import GPT as GPT
     from atoll.models.mlp import MLP as MLP
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from atoll.optim.schedules import WSD as WSD, Constant as Constant, Cosine as Cosine
     from atoll.optim.sgd import SGD as SGD, Momentum as Momentum, Nesterov as Nesterov
     from atoll.optim.staleness import DelayCompensation as DelayCompensation, Polynomial as Polynomial
+    from atoll.optim.torch_optimizers import Muon as Muon, TorchOptimizer as TorchOptimizer
     from atoll.runs.cluster import Away as Away, Cluster as Cluster, Link as Link, Lost as Lost, Outage as Outage
     from atoll.runs.export import export as export, load_exported as load_exported
     from atoll.runs.run_settings import Keep as Keep, Run as Run, Train as Train
@@ -69,11 +73,13 @@ _NAMES = {
     "data.text": "Text",
     "engines.elastic.spec": "Elastic",
     "engines.replay_async_run": "replay_run",
+    "engines.extend_run": "extend",
     "engines.processes.spec": "Processes",
     "engines.ray.spec": "Ray",
     "engines.run_lifecycle": "Result resume run",
     "engines.simulator.spec": "Simulator",
     "loop.context_manager": "Islands islands",
+    "loop.run_islands": "RunIslands run_islands",
     "loop.topology": "join",
     "models.gpt": "GPT",
     "models.mlp": "MLP",
@@ -83,6 +89,7 @@ _NAMES = {
     "optim.schedules": "WSD Constant Cosine",
     "optim.sgd": "SGD Momentum Nesterov",
     "optim.staleness": "DelayCompensation Polynomial",
+    "optim.torch_optimizers": "Muon TorchOptimizer",
     "runs.cluster": "Link Away Cluster Lost Outage",
     "runs.export": "export load_exported",
     "runs.run_settings": "Keep Run Train",
@@ -92,11 +99,20 @@ _HOME = {"recipes": "atoll.recipes"} | {name: f"atoll.{module}" for module, name
 __all__ = [*_HOME, "__version__"]  # noqa: PLE0604
 
 
+def check_platform() -> None:
+    """Refuses Windows, which lacks the file locks and process groups that runs use."""
+    if sys.platform == "win32":
+        from atoll.core.errors import ConfigError
+
+        raise ConfigError("atoll needs Linux or macOS, and this is Windows. Install and start it inside WSL 2.")
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("atoll")
     if name not in _HOME:
         raise AttributeError(f"module 'atoll' has no attribute {name!r}. It has: {', '.join(_HOME)}")
+    check_platform()
     module = import_module(_HOME[name])
     return module if name == "recipes" else getattr(module, name)
 

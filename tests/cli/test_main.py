@@ -94,13 +94,21 @@ def test_compare_runs_recipes_and_reads_folders_and_saves_a_plot(atoll, finished
     assert [slower[run["label"]] > run["virtual_time_s"] for run in figures["runs"]] == [True, True]
 
 
-def test_a_setting_can_be_meant_for_one_recipe_of_several(atoll, tmp_path):
+def test_compare_takes_files_for_the_simulator_alone_and_a_setting_can_be_meant_for_one_recipe_of_several(atoll, tmp_path):
     sets_of = sets(*SMALL, "demo-diloco:algorithm.inner_steps=2", "demo-ddp:algorithm.accumulation=2")
-    code, out, err = atoll("compare", "demo-ddp", "demo-diloco", *sets_of, "--out", tmp_path / "both", "--json", "--quiet")
+    (tmp_path / "mine.toml").write_text('recipe = "demo-ddp"\n')
+    mine = tmp_path / "mine.toml"
+    code, out, err = atoll("compare", mine, "demo-ddp", "demo-diloco", *sets_of, "--out", tmp_path / "both", "--json", "--quiet")
     assert code == 0, err
-    ddp, diloco = json.loads(out)["runs"]
+    described, ddp, diloco = json.loads(out)["runs"]
+    assert described["recipe"] == "demo-ddp"
+    assert described["tokens"] == ddp["tokens"] / 2, "the setting for the recipe is not for the file"
     assert (ddp["outer_steps"], diloco["outer_steps"]) == (6, 3)
     assert ddp["tokens"] == 2 * diloco["tokens"]
+    mine.write_text('recipe = "demo-ddp"\n[engine]\nname = "elastic"\n')
+    code, _, err = atoll("compare", mine)
+    assert code == 2
+    assert "is for the engine elastic, and compare simulates" in err
 
 
 def test_a_model_can_be_named_by_its_preset(atoll):
@@ -174,6 +182,29 @@ def test_report_writes_a_plot_and_a_trace(atoll, finished):
     assert code == 0, err
     assert json.loads((finished / "trace.json").read_text())["traceEvents"]
     assert (finished / "plot.png").exists()
+
+
+def test_without_matplotlib_there_is_a_warning_and_all_but_the_plots(atoll, finished, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("*.png", "trace.json", "digests.json"))
+    code, out, err = atoll("report", folder)
+    assert (code, list(folder.glob("*.png"))) == (0, []), err
+    assert "no plots: figures need matplotlib.figure" in err
+    assert f"trace: {folder / 'trace.json'}" in out
+    for extra in ((), ("--json",)):
+        code, out, err = atoll("compare", folder, "--out", tmp_path / "both", *extra)
+        assert (code, "no plots" in err, "plot: " in out) == (0, True, False), err
+    assert json.loads(out)["plot"] is None
+
+
+def test_windows_is_refused_in_one_line(atoll, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert atoll("recipes") == (
+        2,
+        "",
+        "error: atoll needs Linux or macOS, and this is Windows. Install and start it inside WSL 2.\n",
+    )
 
 
 def test_report_prints_and_draws_an_asynchronous_run(atoll, finished, tmp_path):
@@ -274,7 +305,7 @@ def test_a_pretrained_model_is_finetuned_reported_asked_and_exported(atoll, tmp_
 
 def test_a_decoder_is_exported_and_can_be_loaded(atoll, finished, tmp_path):
     code, out, _ = atoll("export", finished, "--out", tmp_path / "decoder")
-    assert (code, "atoll.load_exported" in out) == (0, True)
+    assert (code, "AutoModelForCausalLM.from_pretrained" in out) == (0, True)
     assert load_exported(tmp_path / "decoder").config.width == 16
 
 
@@ -330,7 +361,7 @@ def test_a_folder_that_was_prepared_is_not_overwritten(atoll, tmp_path):
         (["run", "demo-diloco", *sets("data.corpus=files:/nowhere/at/all")], "/nowhere/at/all", ""),
         (["run", "--resume", "/nowhere/at/all"], "/nowhere/at/all", "--out"),
         (["compare", "demo-ddp", "demo-dilco"], "demo-dilco", "demo-diloco"),
-        (["compare", "runs/nope", "demo-ddp"], "no recipe 'runs/nope', and no run's folder", "folder of a finished run"),
+        (["compare", "runs/nope", "demo-ddp"], "no recipe 'runs/nope', and no run's folder or file", "folder of a finished run"),
         (
             ["compare", "demo-diloco", *sets("demo-ddp:train.steps=3")],
             "demo-ddp, which does not run here",
@@ -453,6 +484,31 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_located(atoll, tmp_path)
     assert code == 2
     assert "on island" in err
     assert "round" in err
+
+
+def test_a_finished_run_is_extended_in_a_new_folder_where_its_schedule_allows_it(atoll, finished, tmp_path):
+    code, _, err = atoll("run", "--resume", finished, "--extend", "6", "--out", tmp_path / "longer")
+    assert code == 2
+    assert "optimizer.lr is a Cosine as long as the run" in err
+    constant = sets(*SMALL[:-3], "algorithm.inner_steps=3", "train.steps=6", "train.warm_start_steps=0", "optimizer.lr=0.01")
+    atoll("run", "demo-diloco", *constant, "--out", tmp_path / "first", "--quiet")
+    for refused in (
+        ["--seed", "1"],
+        ["--set", "train.batch_size=2"],
+        ["--engine", "processes"],
+        ["--elastic"],
+        ["--processes", "2"],
+        ["--workload", "atoll.testing.simulated_runs:Regression"],
+    ):
+        code, _, err = atoll("run", "--resume", tmp_path / "first", "--extend", "6", "--out", tmp_path / "longer", *refused)
+        assert code == 2, err
+        assert not (tmp_path / "longer").exists(), err
+    code, out, _ = atoll("run", "--resume", tmp_path / "first", "--extend", "6", "--out", tmp_path / "longer", "--quiet", "--json")
+    assert (code, json.loads(out)["steps"]) == (0, 12)
+    assert json.loads(out)["run_dir"] == str(tmp_path / "longer")
+    code, _, err = atoll("run", "demo-diloco", "--extend", "7")
+    assert code == 2
+    assert "--extend 7 is for a finished run: atoll run --resume DIR --extend 7" in err
 
 
 def test_resuming_as_another_recipe_is_refused_with_what_differs(atoll, finished):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unicodedata import category
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from atoll import recipes
 from atoll.cli.recipe_settings import PRESETS, run_of, spec_with
@@ -23,6 +23,7 @@ from atoll.models.gpt import GPT
 from atoll.optim.schedules import WSD, Constant, Cosine
 from atoll.runs.cluster import Away, Cluster, Link, Lost, Outage
 from atoll.runs.run_settings import candidates
+from tests.fuzzing import FUZZED, FUZZERS
 from tests.samples import SMALL
 
 LIMIT_S, LONGEST_MESSAGE = 5.0, 3000
@@ -85,7 +86,8 @@ values = st.recursive(
         _constructed(inner),
         st.lists(inner, max_size=4).map(lambda items: f"[{', '.join(items)}]"),
         st.dictionaries(st.sampled_from(FIELDS), inner, max_size=3).map(lambda given: _call("Buffered", given)),
-        st.builds(lambda text, times: f"Buffered(size=1, rule={text}" * times, inner, st.integers(1, 60)),
+        # Nested, the repetitions multiply: the text is cut, or it would not fit into memory.
+        st.builds(lambda text, times: (f"Buffered(size=1, rule={text[:10_000]}" * times)[:100_000], inner, st.integers(1, 60)),
     ),
     max_leaves=6,
 )
@@ -154,19 +156,19 @@ def check_command(command):
     return None
 
 
-FUZZED = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+SETTINGS_FUZZER, RUNS_FUZZER = FUZZERS["settings of recipes and engines"], FUZZERS["settings that are carried out"]
 
 
-@settings(max_examples=400, **FUZZED)
+@settings(max_examples=SETTINGS_FUZZER.fast, **FUZZED)
 @given(commands())
 def test_settings_are_accepted_or_refused_with_one_short_line(command):
     check_command(command)
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, **FUZZED)
+@settings(max_examples=SETTINGS_FUZZER.slow, **FUZZED)
 @given(commands())
-def test_twenty_thousand_settings_are_accepted_or_refused_with_one_short_line(command):
+def test_many_more_settings_are_accepted_or_refused_with_one_short_line(command):
     check_command(command)
 
 
@@ -249,14 +251,14 @@ def carry_out(tiny, folder):
     return "finished"
 
 
-@settings(max_examples=100, **FUZZED)
+@settings(max_examples=RUNS_FUZZER.fast, **FUZZED)
 @given(tiny_runs())
 def test_what_is_accepted_ends_with_a_result_or_an_error_of_atoll(tmp_path_factory, tiny):
     carry_out(tiny, tmp_path_factory.mktemp("fuzz") / "run")
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, **FUZZED)
+@settings(max_examples=RUNS_FUZZER.slow, **FUZZED)
 @given(tiny_runs())
-def test_three_thousand_of_them_end_with_a_result_or_an_error_of_atoll(tmp_path_factory, tiny):
+def test_many_more_of_them_end_with_a_result_or_an_error_of_atoll(tmp_path_factory, tiny):
     carry_out(tiny, tmp_path_factory.mktemp("fuzz") / "run")

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -16,14 +17,15 @@ import pytest
 from atoll import recipes
 from atoll.core.events import Attended, IslandJoined, IslandLeft, Leased, RoundFinished, RunFinished
 from atoll.engines.elastic import launch
-from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, free_port
+from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous
 from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.supervisor import log_of
+from atoll.engines.network_interfaces import free_port
 from atoll.runs.folder import RunFolder
 from atoll.telemetry.event_log import read_events
 
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 SETTINGS = (
     "model.hidden=8",
     "data.examples=512",
@@ -42,9 +44,11 @@ SETS = [part for setting in SETTINGS for part in ("--set", setting)]
 
 @contextmanager
 def running(*arguments):
-    """The command, in a session of its own; what is left of it is killed."""
+    """The command, in a session and a folder of its own, where a joiner's log is; what is left of it is killed."""
+    folder = tempfile.TemporaryDirectory()
     process = subprocess.Popen(
         [sys.executable, "-m", "atoll", *map(str, arguments)],
+        cwd=folder.name,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -56,6 +60,7 @@ def running(*arguments):
         if process.poll() is None:
             process.kill()
         process.communicate()
+        folder.cleanup()
 
 
 def end_of(process):
@@ -141,6 +146,7 @@ def test_a_joiner_waits_for_a_run_that_starts_later(tmp_path):
             end_of(process)
 
 
+@pytest.mark.slow
 def test_islands_the_lighthouse_and_then_all_of_them_are_killed_and_another_joins(tmp_path):
     folder, steps = tmp_path / "run", 160
     arguments = [
@@ -208,6 +214,24 @@ def lines_of(process, log):
 
     threading.Thread(target=read, daemon=True).start()
     return log
+
+
+@pytest.mark.slow
+def test_a_joiner_that_gets_a_sigterm_when_the_first_machine_is_lost_saves_the_state(tmp_path):
+    folder, rescue = tmp_path / "run", tmp_path / "rescue"
+    delay = ["--set", "engine.step_delay=0.1", "--set", "train.steps=4000"]
+    with running("run", "toy-sync", *SETS, *delay, "--elastic", "--processes", 1, "--out", folder) as machine:
+        until(lambda: len(rounds(folder)) >= 2, "a round", machine)
+        address = child_of(folder, "rendezvous")[1][-2]
+        with running("run", "--join", address, "--set", f"engine.rescue_dir={rescue}") as joiner:
+            until(lambda: events(folder, Attended)[-1].participating == 2, "a commit with the joiner", machine)
+            for pid in (machine.pid, child_of(folder, "rendezvous")[0], process_of(folder, "island-0000")):
+                os.kill(pid, signal.SIGKILL)
+            joiner.send_signal(signal.SIGTERM)
+            code, _, err = end_of(joiner)
+    assert code == 130, err
+    assert f"in {rescue}" in err
+    assert events(rescue, Attended)[-1].round >= rounds(folder)[-1] - 1
 
 
 @pytest.mark.slow
@@ -304,7 +328,7 @@ def test_what_elastic_islands_cannot_do_is_refused_and_leaves_no_folder(atoll, t
         (["run", "--join", "127.0.0.1:1", "--set", "engine.listen=127.0.0.1:0"], "Add --out DIR"),
         (
             ["run", "--join", "127.0.0.1:1", "--out", "x", "--set", "engine.listen=192.0.2.7:7000"],
-            "a standby rendezvous has no gateway",
+            "a standby rendezvous needs a join file that allows it",
         ),
         (["invite", "nowhere"], "nowhere is not a folder"),
         (["run", "toy-sync", "--elastic", "--set", "engine.heartbeat_timeout_s=0.2"], "at least 0.5"),
@@ -372,8 +396,16 @@ def test_a_join_file_is_written_and_withdrawn_for_a_run_that_other_machines_may_
     assert join.addresses == ("203.0.113.5:7000", "box.example:7001")
     assert f"id {join.credentials.identity}, dials 203.0.113.5:7000, box.example:7001" in about
     assert "PRIVATE" not in out
+    code, out, err = atoll("invite", folder, "--standby", "203.0.113.6:7000", "--out", "standby.json")
+    assert code == 0, err
+    assert out.strip().endswith("--join standby.json --out COPY --set engine.listen=HOST:PORT")
+    assert JoinFile.read(tmp_path / "standby.json").standby == "203.0.113.6:7000"
+    assert atoll("invite", folder, "--standby", "203.0.113.6")[0] == 2
+    assert atoll("invite", folder, "--standby", "203.0.113.6:7000", "--revoke", "x")[0] == 2
+    standby = JoinFile.read(tmp_path / "standby.json").credentials.identity
+    RunSecrets.revoke(folder, standby)  # a standby that may hold the run delays a rotation
     assert atoll("invite", folder, "--revoke", join.credentials.identity)[0] == 0
-    assert RunSecrets.read(folder).revoked == (join.credentials.identity,)
+    assert {*RunSecrets.read(folder).revoked} == {standby, join.credentials.identity}
     assert atoll("invite", folder, "--rotate")[0] == 0
     assert RunSecrets.read(folder).credentials.authority != join.credentials.authority
     assert atoll("invite", folder, "--rotate", "--revoke", "x")[0] == 2

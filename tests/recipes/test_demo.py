@@ -1,5 +1,7 @@
 """The demo's recipes do the same work."""
 
+from dataclasses import fields, replace
+
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.runs.cluster import step_times
@@ -17,3 +19,11 @@ def test_the_demo_of_two_levels_does_the_demos_work_on_twice_the_devices():
     assert two.cluster.inside.bandwidth_mbit_per_s >= 10 * two.cluster.link.bandwidth_mbit_per_s
     seconds = [time / 16 for time in step_times(one.cluster.step_time_s)]  # for one sample
     assert [time / 8 for time in two.cluster.step_time_s] == seconds
+
+
+def test_the_demo_of_streaming_differs_from_diloco_in_fragments_overlap_and_mixing_alone():
+    one, two = recipes.recipe("demo-diloco"), recipes.recipe("demo-streaming")
+    assert replace(two, recipe=one.recipe, algorithm=one.algorithm) == one
+    alike = {field.name for field in fields(two.algorithm)} - {"fragments", "overlap", "mixing", "split"}
+    assert {name: getattr(two.algorithm, name) for name in alike} == {name: getattr(one.algorithm, name) for name in alike}
+    assert (two.algorithm.fragments, two.algorithm.overlap) != (1, 0)

@@ -70,6 +70,13 @@ def test_the_loss_of_a_last_word_is_the_sum_of_its_tokens(folder, corpus):
     assert found.perplexity == pytest.approx(math.exp(sum(word)), rel=1e-5)
 
 
+def test_a_passage_without_a_context_is_skipped_and_counted(folder, corpus):
+    good = evaluate(folder, corpus("return zq"), last_word=True)
+    found = evaluate(folder, corpus("word", "return zq"), last_word=True)
+    assert (found.documents, found.skipped, found.tokens, found.loss) == (1, 1, good.tokens, pytest.approx(good.loss))
+    assert (good.skipped, evaluate(folder, corpus("return zq")).skipped) == (0, None)
+
+
 class Successor(torch.nn.Module):
     """Predicts that a token is followed by the next number."""
 
@@ -108,7 +115,7 @@ def test_a_pretrained_model_is_evaluated_with_its_own_tokenizer(tmp_path, corpus
 
 
 @pytest.mark.parametrize(
-    ("text", "last_word", "says"), [("word", True, "no word before its last one"), ("", False, "no text|empty|no documents")]
+    ("text", "last_word", "says"), [("word", True, "has a word before its last one"), ("", False, "no text|empty|no documents")]
 )
 def test_a_text_without_anything_to_predict_is_refused(folder, corpus, text, last_word, says):
     with pytest.raises(DataError, match=says):
@@ -116,6 +123,8 @@ def test_a_text_without_anything_to_predict_is_refused(folder, corpus, text, las
 
 
 def test_a_run_without_a_language_model_is_refused(tmp_path):
-    done = atoll.run(override(recipes.toy_sync(), ["train.steps=40"], candidates), out=tmp_path / "toy")
+    done = atoll.run(
+        override(recipes.toy_sync(), ["train.steps=40", "model.hidden=8", "data.examples=4000"], candidates), out=tmp_path / "toy"
+    )
     with pytest.raises(ConfigError, match="trained an MLP, which reads no text"):
         evaluate(done.folder, "stdlib")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import atoll
 from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import CheckpointError, ConfigError, DataError
-from atoll.core.serialization import read_tensors
+from atoll.core.flat_tree import Tree
+from atoll.core.serialization import read_tensors, write_tensors
+from atoll.data.tokenizer import load_tokenizer
 from atoll.recipes import toy_sync
 from atoll.runs.export import export, load_exported, trained
 from atoll.runs.run_settings import candidates
@@ -67,14 +70,33 @@ def test_an_exported_model_can_be_finetuned_again(tuned, tmp_path):
     assert atoll.run(again, out=tmp_path / "run").val_loss < tuned.val_loss
 
 
-def test_an_exported_decoder_has_the_logits_of_the_trained_one(decoder, tmp_path):
+def test_transformers_loads_an_exported_decoder_with_its_logits_and_its_tokenizer(decoder, tmp_path):
     out = export(decoder.folder, tmp_path / "out")
-    assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json", "tokenizer.json"}
+    again, loading_info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(loading_info.values())
     with torch.no_grad():
-        assert torch.equal(load_exported(out)(TOKENS), decoder.module.eval()(TOKENS))
+        ours = decoder.module.eval()(TOKENS)
+        torch.testing.assert_close(again.eval()(TOKENS).logits, ours, atol=1e-5, rtol=0)
+        assert torch.equal(load_exported(out)(TOKENS), ours), "atoll reads its own export bit for bit"
+    tokenizer, theirs = load_tokenizer(str(decoder.folder / "tokenizer.json")), AutoTokenizer.from_pretrained(out)
+    text = "import os  # naïve <|endoftext|>\n"
+    assert theirs(text)["input_ids"] == tokenizer.encode(text).tolist()
+    assert theirs.eos_token_id == again.generation_config.eos_token_id == tokenizer.end_of_text
+
+
+def test_an_exported_decoder_can_be_trained_on_by_transformers_weights(decoder, tmp_path):
+    out = export(decoder.folder, tmp_path / "out")
+    more = [*SMALL[4:], "train.steps=20", "train.warm_start_steps=0", f"data.tokenizer={out}"]
+    run = replace(recipes.demo_diloco(), model=atoll.Pretrained(path=str(out)))
+    assert atoll.run(override(run, more, candidates), out=tmp_path / "run").val_loss < decoder.val_loss
+
+
+def test_the_export_of_an_older_version_is_loaded(decoder, tmp_path):
+    out = export(decoder.folder, tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
-    assert config["sizes"] == {"vocab_size": 300, "seq_len": 16}
-    assert config["atoll"]["width"] == 16
+    (out / "config.json").write_text(json.dumps({name: config[name] for name in ("atoll", "sizes")}))
+    write_tensors(out / "model.safetensors", decoder.module.state_dict())
+    assert Tree.of(load_exported(out)).equal(Tree.of(decoder.module.cpu()))
 
 
 def test_an_exported_perceptron_has_the_scores_of_the_trained_one(tmp_path):
@@ -89,7 +111,7 @@ def test_an_empty_folder_is_filled_and_another_is_left_alone(decoder, tmp_path):
     (tmp_path / "empty").mkdir()
     export(decoder.folder, tmp_path / "empty")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"empty is there already, and an export would overwrite it"):
+    with pytest.raises(ConfigError, match=r"empty is there already, and is not overwritten"):
         export(decoder.folder, tmp_path / "empty")
     assert sorted(tmp_path.iterdir()) == before
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from atoll.core.config.json_records import to_json
-from atoll.core.errors import ConfigError
+from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.verified_files import json_digest
+from atoll.engines.processes.rank import open_rank_log, rank_log_path
 from atoll.runs.folder import RunFolder, default_path, differences, source
 
 
@@ -308,6 +309,10 @@ def test_a_lock_or_a_log_that_is_a_link_is_refused_and_its_target_stays(tmp_path
         pass
     with pytest.raises(ConfigError, match=r"source\.txt is a symbolic link"):
         folder.append_source("resumed", COMMAND)
+    rank_log_path(folder.path, 1).parent.mkdir()
+    rank_log_path(folder.path, 1).symlink_to(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"rank-1\.log.*It is a symbolic link"), open_rank_log(folder.path, 1) as log:
+        log("a line")
     assert (tmp_path / "other").read_text() == "precious"
 
 

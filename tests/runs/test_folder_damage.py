@@ -8,7 +8,9 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -20,19 +22,23 @@ from rich.console import Console
 import atoll
 from atoll import recipes
 from atoll.core.config.overrides import override
-from atoll.core.errors import AtollError
-from atoll.core.events import RoundFinished
+from atoll.core.errors import AtollError, ConfigError
+from atoll.core.events import RoundFinished, RunFinished
+from atoll.core.serialization import load_tree
 from atoll.data.prepare import Preparation, prepare
+from atoll.engines.elastic.run_identity import JoinFile, RunSecrets
 from atoll.engines.replay_async_run import replay_run
 from atoll.runs.evaluate import evaluate
 from atoll.runs.export import export, load_exported
 from atoll.runs.generate import generate
 from atoll.runs.run_settings import candidates
 from atoll.telemetry import compare
+from atoll.telemetry.event_log import read_events
 from atoll.telemetry.report import report_sections
 from atoll.telemetry.run_progress import read_progress
 from atoll.telemetry.summary import read_summary
 from atoll.telemetry.trace import write_trace
+from tests.fuzzing import FUZZERS
 
 LONGEST = 2_000  # characters of a message; paths of pytest are long
 TRAINING = ["train.warm_start_steps=2", "keep.evaluate_every=4", "keep.save_every=2", "optimizer.lr.warmup=0"]
@@ -300,11 +306,15 @@ def wrong(copy: Path, commands: Mapping[str, Command], share: int, repeats: int)
 some_and_all = pytest.mark.parametrize(("share", "repeats"), [(4, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
 
 
+def least(fuzzer: str, share: int) -> int:
+    return FUZZERS[fuzzer].slow if share == 1 else FUZZERS[fuzzer].fast
+
+
 @some_and_all
 def test_every_command_refuses_a_damaged_finished_run_or_reads_it_right(finished, share: int, repeats: int):
     found, tried, refused = wrong(finished, {**READERS, "resume": resume}, share, repeats)
     assert not found, "\n".join(found)
-    assert tried > 500
+    assert tried >= least("commands on damaged files of a finished run", share)
     assert refused > tried / 4
 
 
@@ -312,7 +322,7 @@ def test_every_command_refuses_a_damaged_finished_run_or_reads_it_right(finished
 def test_an_interrupted_run_is_resumed_to_the_same_weights_or_refused(interrupted, share: int, repeats: int):
     found, tried, refused = wrong(interrupted, {"resume": resume}, share, repeats)
     assert not found, "\n".join(found)
-    assert tried > 80
+    assert tried >= least("resumes of a damaged interrupted run", share)
     assert tried / 4 < refused < tried
 
 
@@ -329,8 +339,108 @@ def test_every_command_refuses_a_damaged_finished_run_of_real_processes_or_reads
     assert tried / 5 < refused < tried, "logs and the files of an elastic run's membership are read by none of these commands"
 
 
+ENGINES = {
+    "processes": ("toy-sync", ["engine.processes=2"]),
+    "elastic": ("toy-sync", ["engine.processes=2", "engine.start_timeout_s=180", "engine.quorum_timeout_s=20"]),
+    "ray": ("toy-async", ["engine.processes=2", "engine.save_every_s=0.5", "engine.hub_timeout_s=120"]),
+}
+
+
+@pytest.fixture(scope="session")
+def stopped(tmp_path_factory) -> Callable[[str], Path]:
+    """The files of a run on an engine that a user has stopped after its first checkpoint, made once for each engine."""
+    made: dict[str, Path] = {}
+
+    def files_of_stopped(engine: str) -> Path:
+        if engine not in made:
+            base = tmp_path_factory.mktemp(engine)
+            (base / "root").mkdir()
+            made[engine] = _stop_after_a_checkpoint(base, engine)
+        return made[engine]
+
+    return files_of_stopped
+
+
+def _stop_after_a_checkpoint(base: Path, engine: str) -> Path:
+    folder, (recipe, more) = base / "root" / "run", ENGINES[engine]
+    slowly = ["train.steps=48", "cluster.step_time_s=[1.0]", "cluster.islands=2", "engine.step_delay=0.05"]
+    sets = [part for one in (*TOY, *slowly, *more) for part in ("--set", one)]
+    command = [sys.executable, "-m", "atoll", "run", recipe, *sets, "--engine", engine, "--out", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        deadline_s = time.monotonic() + 180.0
+        while not [*folder.glob("checkpoints/[0-9]*/meta.json")]:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline_s, "it saved no checkpoint"
+            time.sleep(0.01)
+        process.terminate()
+        said, _ = process.communicate(timeout=60)
+    assert not (folder / "final.safetensors").exists(), said
+    return _keep(base, "stopped")
+
+
+def resume_to_the_end(root: Path) -> Any:
+    """How many runs have finished, and the size of the weights. Which islands train a unit of data depends on time, and with it the
+    last bits."""
+    output, command = root.parent / "output", [sys.executable, "-m", "atoll", "run", "--resume", str(root / "run")]
+    with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+        try:
+            deadline_s = time.monotonic() + 300.0
+            while process.poll() is None:
+                assert time.monotonic() < deadline_s, output.read_text()[-1000:]
+                time.sleep(0.05)
+        finally:
+            process.terminate()
+    said = output.read_text()
+    assert "Traceback" not in said, said[-1000:]
+    if process.returncode:
+        assert process.returncode == 2, said[-1000:]
+        raise ConfigError(said[-500:])
+    finished = [event for event in read_events(root / "run" / "events.jsonl", [RunFinished]) if isinstance(event, RunFinished)]
+    return len(finished), load_tree(root / "run" / "final.safetensors").numel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stopped_run_of_real_processes_is_resumed_to_its_end_or_refused(stopped, engine: str):
+    copy, wanted = stopped(engine), FUZZERS["resumes of damaged stopped runs on processes, elastic and Ray"].slow // len(ENGINES)
+    share = len([*damages(copy, 1)]) // wanted
+    found, tried, refused = wrong(copy, {"resume": resume_to_the_end}, share, 1)
+    assert not found, "\n".join(found)
+    assert tried >= wanted
+    assert refused < tried
+
+
+@pytest.fixture(scope="module")
+def admitted(tmp_path_factory) -> Path:
+    """The secrets of a run with a join file and a revoked one, and the join file."""
+    base = tmp_path_factory.mktemp("damage")
+    run = base / "root" / "run"
+    run.mkdir(parents=True)
+    join, revoked = (RunSecrets.invite(run, ("127.0.0.1:1",)) for _ in range(2))
+    RunSecrets.revoke(run, revoked.credentials.identity)
+    join.write(base / "root" / "join.json")
+    return _keep(base, "admitted")
+
+
+MEMBERS: Mapping[str, Command] = {
+    "gateway": lambda root: RunSecrets.read(root / "run"),
+    "join": lambda root: JoinFile.read(root / "join.json"),
+    "invite": lambda root: RunSecrets.invite(root / "run", ("127.0.0.1:1",)).credentials.run_id,
+}
+
+
+@some_and_all
+@pytest.mark.filterwarnings("ignore:.* holds keys, and other users have access to it")
+def test_damaged_secrets_and_join_files_are_refused_or_read_right(admitted, share: int, repeats: int):
+    found, tried, refused = wrong(admitted, MEMBERS, share, 8 * repeats)
+    assert not found, "\n".join(found)
+    assert tried >= least("readings of damaged secrets and join files", share)
+    assert tried / 4 < refused < tried
+
+
 @some_and_all
 def test_a_replay_refuses_a_damaged_run_or_gives_the_same_bits(asynchronous, share: int, repeats: int):
     found, tried, refused = wrong(asynchronous, {"compare": compare_alone, "replay": replay}, share, repeats)
     assert not found, "\n".join(found)
+    assert tried >= least("replays of a damaged asynchronous run", share)
     assert tried / 8 < refused < tried

@@ -236,9 +236,9 @@ def test_paths_that_a_recipe_leaves_open_are_asked_for_with_the_command(finetuni
     assert not (tmp_path / "run").exists()
 
 
-def test_a_pretrained_model_reads_instructions_and_nothing_else(finetuning):
-    with pytest.raises(ConfigError, match=r"model is Pretrained and data is Text: .*Set data=Instructions, or model=GPT"):
-        replace(finetuning, data=atoll.Text())
+def test_a_pretrained_model_reads_text_and_instructions_and_no_points(finetuning):
+    with pytest.raises(ConfigError, match=r"model is Pretrained and data is Gaussians: .*Set data=Instructions, or data=Text, or"):
+        replace(finetuning, data=atoll.Gaussians())
     with pytest.raises(ConfigError, match=r"model is MLP and data is Instructions: .*Set data=Gaussians, or model=Pretrained"):
         replace(finetuning, model=atoll.MLP.small())
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import MEMORY_KINDS, MemoryCounted
-from atoll.telemetry.compare import ComparedRun, Comparison, comparison, markdown, sentence, table
+from atoll.telemetry.compare import ComparedRun, Comparison, busiest_seconds, comparison, markdown, sentence, table
 from atoll.telemetry.summary import Summary, read_summary
 from atoll.telemetry.sync_summary import OverlapSummary
 
@@ -119,6 +119,21 @@ def test_markdown_has_a_row_per_run_and_the_sentence(folders) -> None:
     assert lines[2] == "| demo-ddp | DDP | 2.35 | 4.00 k | 80.0 MB | the most | 0:01:05 | 35 % |"
     assert len({line.count("|") for line in lines[:4]}) == 1
     assert lines[5] == sentence(both)
+
+
+def test_the_busiest_second_of_each_run_is_a_line_below_the_sentence(folders) -> None:
+    ddp, diloco = comparison(folders).rows
+    assert busiest_seconds(comparison(folders)) == "", "runs of older versions do not have it"
+    peaked = replace(diloco, summary=replace(diloco.summary, busiest_second_bytes=123_456.0))
+    line = "An island sent at most, in one second: demo-diloco 123 kB."
+    assert busiest_seconds(Comparison(rows=(ddp, peaked))) == line
+    assert markdown(Comparison(rows=(ddp, peaked)), "slower").splitlines()[5:] == [
+        sentence(comparison(folders)),
+        "",
+        line,
+        "",
+        "slower",
+    ]
 
 
 def test_accuracy_has_a_column_of_its_own_as_soon_as_one_run_has_it(folders, tmp_path, script, async_script) -> None:

@@ -73,6 +73,8 @@ def test_a_whole_run_reads_as_expected_in_a_file(script) -> None:
     assert "round 10, step 50: val loss 2.35, perplexity 10.49, accuracy 0.1, 10.0 k tokens\n" in text
     assert f"demo: training  100 %  {figures_of_round(run, 10)}\n" in text
     assert text.endswith("10.0 kB sent per island, 0:01:22 of virtual time, 68 % of it computing\n")
+    finished = replace([*run.events()][-1], busiest_second_bytes=2000.0)
+    assert "10.0 kB sent per island (at most 2.00 kB in a second), 0:01:22" in show([finished])
 
 
 def test_joining_and_leaving_islands_have_a_line() -> None:

@@ -17,6 +17,7 @@ from atoll.core.events import Arrived, Evaluated, RoundFinished
 from atoll.runs.cluster import Cluster, Link
 from atoll.telemetry.async_summary import read_asynchrony
 from atoll.telemetry.event_log import JsonlSink
+from atoll.telemetry.plot_style import add_legend, new_figure
 from atoll.telemetry.plots import binned, comparison_figure, last_rounds, plot_comparison, plot_run, run_figure
 from atoll.telemetry.sync_summary import read_overlap
 from atoll.testing.simulated_runs import simulate
@@ -38,7 +39,7 @@ def png_size(path: Path) -> tuple[int, int]:
 def test_a_comparison_is_one_wide_picture(folders, tmp_path) -> None:
     path = plot_comparison(folders, tmp_path / "new" / "figure.png")
     assert path == tmp_path / "new" / "figure.png"
-    assert png_size(path) == (1800, 600)
+    assert png_size(path) == (1800, 637)
 
 
 def test_each_panel_shows_every_runs_evaluations_against_its_own_quantity(folders, script) -> None:
@@ -79,7 +80,7 @@ def test_more_runs_than_colours_still_look_different(tmp_path, script) -> None:
 
 
 def test_one_run_shows_losses_cosines_and_norms(folders, tmp_path) -> None:
-    assert png_size(plot_run(folders[0], tmp_path / "run.png")) == (1800, 600)
+    assert png_size(plot_run(folders[0], tmp_path / "run.png")) == (1800, 637)
     assert [panel.get_ylabel() for panel in run_figure(folders[0]).axes] == ["loss", "cosine of deltas (± std)", "norm"]
 
 
@@ -137,8 +138,21 @@ def test_pyplot_and_its_backend_are_never_touched(folders, tmp_path) -> None:
 
 def test_figures_without_matplotlib_name_their_extra(tmp_path, script, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # Python raises ImportError for a module that is None here
-    with pytest.raises(ConfigError, match=r'pip install "atoll\[plot\]"'):
+    with pytest.raises(ConfigError, match=r'pip install -e ".*\[plot\]"'):
         plot_run(script().write(tmp_path / "run"), tmp_path / "figure.png")
+
+
+def test_the_legend_lies_inside_the_figure_and_above_its_panels() -> None:
+    figure, panels = new_figure(3, ("a", "b", "c"))
+    labels = ("computing", "exchange in the background", "hidden share of exchanges", "communicating", "waiting")
+    for panel, label in zip([*panels, *panels], labels, strict=False):
+        panel.plot([0, 1], [0, 1], label=label)
+    add_legend(figure)
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
+    assert box.y0 >= max(panel.get_tightbbox().y1 for panel in panels)
 
 
 # ------------------------------------------------------------------------------------------------------ asynchronous runs

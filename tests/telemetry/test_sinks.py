@@ -145,5 +145,5 @@ def test_a_resumed_run_with_a_hub_counts_its_arrivals_on(tmp_path, async_script)
 
 def test_a_tensorboard_log_without_tensorboard_names_its_extra(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r'pip install "atoll\[tensorboard\]"'):
+    with pytest.raises(ConfigError, match=r'pip install -e ".*\[tensorboard\]"'):
         TensorBoardSink(tmp_path)

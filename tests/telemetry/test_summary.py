@@ -12,7 +12,7 @@ from atoll.core.errors import AtollError, CheckpointError, ConfigError
 from atoll.core.events import Attended, Leased, MemoryCounted, Refused, RunFinished, SaveFailed
 from atoll.telemetry.async_summary import read_asynchrony
 from atoll.telemetry.event_log import JsonlSink
-from atoll.telemetry.plots import plot_run
+from atoll.telemetry.plots import plot_run, run_figure
 from atoll.telemetry.run_progress import read_progress
 from atoll.telemetry.summary import read_memory, read_participation, read_summary
 
@@ -239,6 +239,13 @@ def test_participation_has_means_and_sums_over_commits_and_is_drawn_from_the_log
     assert (found.commits, found.attempts, found.known, found.alive, found.participating) == (2, 4, 4, 3.0, 2.5)
     assert (found.delivered, found.returned, found.refused, found.not_saved) == (5, 1, 1, 1)
     assert plot_run(tmp_path, tmp_path / "participation.png", "participation").stat().st_size > 1000
+
+
+def test_axes_that_count_islands_and_leases_have_whole_numbers(tmp_path):
+    (tmp_path / "events.jsonl").write_text("".join(event.to_json() + "\n" for event in EVENTS))
+    for panel in run_figure(tmp_path, "participation").axes:
+        assert all(tick == round(tick) for tick in panel.get_yticks())
+        assert panel.get_title(loc="left")
 
 
 def test_a_run_without_commits_has_no_participation(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from inspect import getdoc
 from pathlib import Path
 
@@ -14,16 +15,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from atoll import recipes
-from atoll.cli.recipe_settings import PRESETS, run_of, spec_with
+from atoll.cli.recipe_settings import PRESETS, run_of, spec_of, spec_with
 from atoll.core.config.json_records import to_json
 from atoll.core.config.list_settings import Setting, describe
+from atoll.core.config.toml_settings import to_toml
 from atoll.core.verified_files import check_digests
-from atoll.engines.spec import EngineSettings, spec_named
+from atoll.engines.simulator.spec import Simulator
+from atoll.engines.spec import EngineSettings
 from atoll.runs.evaluate import evaluate
 from atoll.runs.folder import RunFolder
 from atoll.runs.run_settings import Run, candidates
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.console_progress import ConsoleSink
+from atoll.telemetry.plot_style import can_draw
 from atoll.telemetry.plots import write_plots
 from atoll.telemetry.report import report_sections
 from atoll.telemetry.run_progress import read_progress
@@ -35,13 +39,21 @@ def list_recipes() -> None:
     table = Table("recipe", "what it does", box=None, header_style="bold")
     for name, make in recipes.ALL.items():
         table.add_row(name, (getdoc(make) or "").splitlines()[0])
-    _print_table(table)
+    print_table(table)
 
 
-def show_recipe(name: str, settings: Sequence[str], seed: int | None, engine: str | None, *, as_json: bool) -> None:
+def show_recipe(
+    name: str, settings: Sequence[str], seed: int | None, engine: str | None, *, as_json: bool, as_toml: bool = False
+) -> None:
     """Every setting of a recipe, and of an engine if one is named, by the path that --set takes."""
     run = run_of(name, settings, seed)
-    spec = spec_with(spec_named(engine or "simulator"), settings, None)
+    spec = spec_with(spec_of(name, engine), settings, None)
+    engine = engine or (None if isinstance(spec, Simulator) else spec.name)
+    if as_toml:
+        print(to_toml(describe(run)), end="")
+        if engine:
+            print(f'\n[engine]\nname = "{spec.name}"\n{to_toml(describe(spec)) if fields(spec) else ""}', end="")  # type: ignore[arg-type]
+        return
     if as_json:
         print(json.dumps({**to_json(run), **({"engine": to_json(spec)} if engine else {})}))
         return
@@ -49,9 +61,10 @@ def show_recipe(name: str, settings: Sequence[str], seed: int | None, engine: st
     table.add_column("path", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("type", overflow="fold", style="dim")
+    table.add_column("what it does", overflow="fold")
     for setting in [*describe(run, candidates, PRESETS), *(describe(EngineSettings(spec)) if engine else ())]:
-        table.add_row(setting.path, escape(_with_choice(setting, run)), escape(setting.kind))
-    _print_table(table)
+        table.add_row(setting.path, escape(_with_choice(setting, run)), escape(setting.kind), escape(setting.about))
+    print_table(table)
 
 
 def _with_choice(setting: Setting, run: Run) -> str:
@@ -61,7 +74,7 @@ def _with_choice(setting: Setting, run: Run) -> str:
     return f"auto (here {str(getattr(run.resolved.train, setting.path.removeprefix('train.'))).lower()})"
 
 
-def _print_table(table: Table) -> None:
+def print_table(table: Table) -> None:
     """Folds cells to the width of a terminal. A pipe or a file has no width, so lines stay whole there."""
     Console(width=None if sys.stdout.isatty() else 1000).print(table)
 
@@ -73,14 +86,20 @@ def report_run(folder: Path, *, as_json: bool) -> None:
         print(read_summary(folder).to_json())
         return
     if progress.finished is not None:
-        rich.print(comparing.table(comparing.comparison([folder])))
+        one = comparing.comparison([folder])
+        rich.print(comparing.table(one))
+        if peak := comparing.busiest_seconds(one):
+            print(peak)
     else:
-        print(f"not finished: {progress.position}. Resume: atoll run --resume {folder}")
+        loop = progress.started is not None and progress.started.engine == "loop"
+        how = "Your script resumes it." if loop else f"Resume: atoll run --resume {folder}"
+        print(f"not finished: {progress.position}. {how}")
     for section in report_sections(folder):
         rich.print(section)
     if not check_digests(folder):
         print(f"not verified: {folder} has no digests yet. A run writes them when it finishes; older versions of atoll did not.")
-    for number, path in enumerate(write_plots(folder)):
+    plots = write_plots(folder) if can_draw(lambda line: print(line, file=sys.stderr)) else []
+    for number, path in enumerate(plots):
         print(f"{'       ' if number else 'plot:  '}{path}")
     print(f"trace: {write_trace(folder, folder / 'trace.json')}")
 

@@ -17,17 +17,46 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
+from atoll import check_platform
 from atoll.core.errors import AtollError, ConfigError
 
+
+class _Commands(TyperGroup):
+    """Suggests no hidden command for a mistyped one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None:
+            self.commands = {name: command for name, command in self.commands.items() if not command.hidden}
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 data = typer.Typer(help="Convert text to token files.", no_args_is_help=True)
 app.add_typer(data, name="data")
+
+
+def _recipe_names() -> list[str]:
+    from atoll.recipes import ALL
+
+    return list(ALL)
+
+
+def _setting_paths(context: typer.Context) -> list[str]:
+    """Paths of the recipe that the command line names so far, for completion in a shell."""
+    from atoll.cli.recipe_settings import run_of
+    from atoll.core.config.list_settings import describe
+
+    # A parser that waits for the value of --set has not assigned the arguments before it.
+    name = context.params.get("recipe") or next((word for word in context.args if not word.startswith("-")), None)
+    return [f"{setting.path}=" for setting in describe(run_of(name, (), None))] if name else []
+
 
 Settings = Annotated[
     list[str],
@@ -36,6 +65,7 @@ Settings = Annotated[
         default_factory=list,
         show_default=False,
         metavar="PATH=VALUE",
+        autocompletion=_setting_paths,
         help="Set a value by its path; `atoll show` lists all paths. RECIPE:PATH=VALUE sets it for one of several recipes.",
     ),
 ]
@@ -56,7 +86,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 class RunOptions:
     """The options of `atoll run` and `atoll chaos`."""
 
-    recipe: Annotated[str | None, typer.Argument(help="Name of a recipe; optional with --resume.")] = None
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE-or-FILE",
+            help="Name of a recipe, a TOML file of `atoll show --toml`, or the run.json of an earlier run; optional with --resume.",
+            autocompletion=_recipe_names,
+        ),
+    ] = None
     settings: Settings
     seed: Seed = None
     out: Annotated[Path | None, typer.Option(help="New folder for the run; by default runs/RECIPE/seedN-DATE-TIME.")] = None
@@ -66,6 +103,14 @@ class RunOptions:
     engine: EngineName = None
     processes: Annotated[
         int | None, typer.Option(min=1, help="Number of ranks, islands or workers; short for --set engine.processes=N.")
+    ] = None
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:NAME",
+            help="Train your own workload, which this function returns, instead of the recipe's model and data; with --engine "
+            "elastic also your own training loop, for atoll.run_islands.",
+        ),
     ] = None
 
 
@@ -117,11 +162,18 @@ def recipes() -> None:
 
 
 @app.command()
-def show(recipe: str, settings: Settings, seed: Seed = None, engine: EngineName = None, json: Json = False) -> None:
-    """List every setting of a recipe, and with --engine those of the engine: path, value, allowed types."""
+def show(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE-or-FILE", autocompletion=_recipe_names)],
+    settings: Settings,
+    seed: Seed = None,
+    engine: EngineName = None,
+    json: Json = False,
+    toml: Annotated[bool, typer.Option("--toml", help="Print a file that `atoll run` takes.")] = False,
+) -> None:
+    """List every setting of a recipe, and with --engine those of the engine: path, value, allowed types, what it does."""
     from atoll.cli.inspect_commands import show_recipe
 
-    show_recipe(recipe, settings, seed, engine, as_json=json)
+    show_recipe(recipe, settings, seed, engine, as_json=json, as_toml=toml)
 
 
 @app.command()
@@ -130,6 +182,12 @@ def run(
     context: typer.Context,
     options: RunOptions,
     elastic: Annotated[bool, typer.Option("--elastic", help="Short for --engine elastic.")] = False,
+    extend: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS", help="With --resume DIR: train a finished run for so many more steps, in a new folder (--out)."
+        ),
+    ] = None,
     join: Annotated[
         str | None,
         typer.Option(
@@ -140,17 +198,18 @@ def run(
     ] = None,
 ) -> None:
     """Run a recipe on an engine, resume a run, or join an elastic run. Under torchrun, use --engine processes."""
-    from atoll.cli.run_command import carry_out
+    from atoll.cli.run_command import carry_out, extended
 
     if join is not None:
         from atoll.engines.elastic.launch import join_run
 
-        others = [name for name in _given(context) if name not in ("--join", "--set", "--out")]
-        join_run(join, options.settings, others, options.out)
+        others = [name for name in _given(context) if name not in ("--join", "--set", "--out", "--workload")]
+        join_run(join, options.settings, others, options.out, options.workload)
         return
     if elastic and options.engine not in (None, "elastic"):
         raise ConfigError(f"--elastic with --engine {options.engine}: it is short for --engine elastic. Leave out one of them.")
-    carry_out(replace(options, engine="elastic") if elastic else options)
+    options = replace(options, engine="elastic") if elastic else options
+    carry_out(options if extend is None else extended(options, extend))
 
 
 @app.command()
@@ -179,6 +238,13 @@ def invite(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="New join file.", show_default="join-ID.json in the current folder")
     ] = None,
+    standby: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The joiner may run a standby rendezvous, which others dial at this address if the first machine is lost.",
+        ),
+    ] = None,
     revoke: Annotated[
         str | None, typer.Option(metavar="ID", help="Write no file: admit the join file of this id no more, and drop its islands.")
     ] = None,
@@ -189,7 +255,32 @@ def invite(
     """Write a join file, which admits another machine to a run: copy it there and use `atoll run --join FILE`."""
     from atoll.engines.elastic.launch import invite_joiner
 
-    print(invite_joiner(folder, out, revoke, rotate=rotate))
+    print(invite_joiner(folder, out, revoke, standby, rotate=rotate))
+
+
+@app.command()
+def doctor(
+    settings: Settings,
+    address: Annotated[
+        str | None, typer.Argument(metavar="HOST:PORT", help="Where `atoll doctor --listen HOST:PORT` answers on another machine.")
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="An address of this machine to listen at. Alone: answer one machine that asks, for at most 10 minutes. With an "
+            "address to ask: let the other machine connect back.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(metavar="RECIPE-or-FILE", help="The data to compare.", autocompletion=_recipe_names)
+    ] = "demo-diloco",
+) -> None:
+    """Check this machine, and the network to another: versions, GPUs, interfaces, clocks, data, disk; and say what to do."""
+    from atoll.cli.doctor_command import examine
+
+    if examine(address, listen, recipe, settings):
+        raise typer.Exit(1)
 
 
 @app.command(hidden=True)
@@ -199,12 +290,14 @@ def island(
     folder: Annotated[Path | None, typer.Option(help="Folder of the run, if this machine has it.")] = None,
     faults: Annotated[Path | None, typer.Option(help="Fault script with update faults to inject into this island.")] = None,
     process: Annotated[str | None, typer.Option(help="Identity of this process, by which its supervisor reports its end.")] = None,
+    workload: Annotated[str | None, typer.Option(help="The user's workload or loop.")] = None,
 ) -> None:
     """Run one island of the elastic run at this address."""
     from atoll.engines.elastic.launch import run_island
     from atoll.testing.chaos.update_faults import interpose_update_faults
 
-    run_island(address, name, folder, interpose=None if faults is None else interpose_update_faults(faults), process=process)
+    interpose = None if faults is None else interpose_update_faults(faults)
+    run_island(address, name, folder, interpose=interpose, process=process, code=workload)
 
 
 @app.command(hidden=True)
@@ -218,7 +311,8 @@ def rendezvous(join_info: Path, address: str) -> None:
 @app.command()
 def compare(
     what: Annotated[
-        list[str], typer.Argument(metavar="RECIPE-or-DIR...", help="Recipes to simulate, and folders of finished runs.")
+        list[str],
+        typer.Argument(metavar="RECIPE-FILE-or-DIR...", help="Recipes and TOML files to simulate, folders of finished runs."),
     ],
     settings: Settings,
     seed: Seed = None,
@@ -231,6 +325,39 @@ def compare(
     from atoll.cli.run_command import compare_runs
 
     compare_runs(what, settings, seed, out=out, as_json=json, as_markdown=markdown, quiet=quiet)
+
+
+@app.command()
+def sweep(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE-or-FILE", autocompletion=_recipe_names)],
+    grid: Annotated[
+        list[str],
+        typer.Option(metavar="PATH=V1,V2", help="A setting and its values; repeat it for the combinations of several settings."),
+    ],
+    settings: Settings,
+    seed: Seed = None,
+    engine: EngineName = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the cells.", show_default="runs/RECIPE/sweep-DIGEST, by the other settings")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Carry out a run for each combination of values, and print one table. The same command continues a killed sweep."""
+    from atoll.cli.sweep_command import sweep as carry_out_sweep
+
+    carry_out_sweep(recipe, grid, settings, seed, engine=engine, out=out, as_json=json, quiet=quiet)
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder with runs, at any depth.")] = Path("runs"),
+    json: Json = False,
+) -> None:
+    """List the runs in a folder: recipe, engine, state, step, loss and date."""
+    from atoll.cli.list_runs import list_runs
+
+    list_runs(folder, as_json=json)
 
 
 @app.command()
@@ -300,16 +427,19 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     out: Annotated[Path, typer.Option(help="New folder for the model.")],
 ) -> None:
-    """Export the trained model of a run: a pretrained model as a Hugging Face folder, others as weights and config."""
+    """Export the trained model of a run: a language model as a folder that transformers loads, others as weights and config."""
     from atoll.cli.recipe_settings import check_imported
-    from atoll.models.pretrained import Pretrained
+    from atoll.models.arcee import arcee_loads
+    from atoll.models.gpt import GPT
+    from atoll.models.mlp import MLP
     from atoll.runs.export import export as export_model
     from atoll.runs.folder import RunFolder
 
     check_imported(folder)
-    run = RunFolder.open(folder).run
+    model = RunFolder.open(folder).run.model
     place = export_model(folder, out)
-    loader = "AutoModelForCausalLM.from_pretrained" if isinstance(run.model, Pretrained) else "atoll.load_exported"
+    own = isinstance(model, MLP) or (isinstance(model, GPT) and not arcee_loads(model))
+    loader = "atoll.load_exported" if own else "AutoModelForCausalLM.from_pretrained"
     print(f"{place}\nload it with: {loader}({str(place)!r})")
 
 
@@ -340,6 +470,7 @@ def prepare(
 def main() -> None:
     """Run the command; print an error that the user can fix, and exit with code 2."""
     try:
+        check_platform()
         app()
     except AtollError as error:
         message = str(error)

@@ -8,19 +8,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll import recipes
-from atoll.core.config.json_records import find_type
+from atoll.core.config.json_records import find_type, from_json
 from atoll.core.config.list_settings import Presets
 from atoll.core.config.overrides import override
+from atoll.core.config.toml_settings import assignments, read_toml
 from atoll.core.config.type_checks import shown, shown_text
 from atoll.core.errors import ConfigError
-from atoll.engines.spec import EngineSpec, with_settings
+from atoll.engines.spec import EngineSpec, read_spec, spec_named, with_settings
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.runs.folder import RunFolder
 from atoll.runs.run_settings import Run, candidates
+from atoll.telemetry.run_progress import read_settings_file
 from atoll.telemetry.summary import read_summary
 
 PRESETS: Presets = {
@@ -30,14 +32,57 @@ PRESETS: Presets = {
 _ENGINE = "engine."
 
 
+class Described(NamedTuple):
+    """What a recipe's name or a file describes: a Run, and the engine if the file names one."""
+
+    run: Run
+    engine: EngineSpec | None = None
+
+
+def described(name: str) -> Described:
+    """The recipe of this name, or what a TOML file or the run.json of an earlier run describes."""
+    path = Path(name)
+    if name in recipes.ALL or path.suffix not in (".toml", ".json"):
+        return Described(recipes.recipe(name))
+    if path.suffix == ".json":
+        record, beside = read_settings_file(path), path.with_name("engine.json")
+        return Described(from_json(record, hint=Run), read_spec(path.parent) if beside.exists() else None)
+    table = read_toml(path)
+    try:
+        return _from_table(table)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _from_table(table: dict[str, Any]) -> Described:
+    base, engine = table.get("recipe"), table.pop("engine", None)
+    if not isinstance(base, str):
+        raise ConfigError(
+            f"`recipe` names the recipe that the file begins with, and is missing. There are: {', '.join(recipes.ALL)}."
+        )
+    run = override(recipes.recipe(base), list(assignments(table)), candidates, PRESETS)
+    if engine is None:
+        return Described(run)
+    if not isinstance(engine, dict) or not isinstance(name := engine.pop("name", None), str):
+        raise ConfigError('[engine] has no name. Write name = "simulator", "processes", "elastic" or "ray" there.')
+    return Described(run, with_settings(spec_named(name), list(assignments(engine, "engine"))))
+
+
+def spec_of(name: str, engine: str | None) -> EngineSpec:
+    """The engine that the command names, else the one of the file."""
+    found = described(name).engine
+    asked = spec_named(engine or (found.name if found else "simulator"))
+    return found if found is not None and found.name == asked.name else asked
+
+
 def run_of(name: str, settings: Sequence[str], seed: int | None, among: Sequence[str] | None = None) -> Run:
-    """The recipe with these settings and this seed.
+    """The recipe, or the file, with these settings and this seed.
 
     Args:
         settings: as --set has them. RECIPE:PATH=VALUE is for that recipe alone; engine.PATH=VALUE is for the engine.
         among: all recipes of the command; None: this one alone.
     """
-    run = recipes.recipe(name)
+    run = described(name).run
     meant = [_meant_for(setting, among or [name]) for setting in settings if not setting.startswith(_ENGINE)]
     run = override(run, [setting for recipe, setting in meant if recipe in (None, name)], candidates, PRESETS)
     return run if seed is None else replace(run, seed=seed)
@@ -85,12 +130,15 @@ def planned_runs(what: Sequence[str], settings: Sequence[str], seed: int | None)
     """The runs to carry out, and the folders of finished runs, in the order given."""
     folders = [item for item in what if item not in recipes.ALL and Path(item).is_dir()]
     names = [item for item in what if item not in folders]
-    unknown = [name for name in names if name not in recipes.ALL]
+    unknown = [name for name in names if name not in recipes.ALL and not Path(name).is_file()]
     if unknown:
         raise ConfigError(
-            f"there is no recipe {shown(unknown[0])}, and no run's folder of that name. Give the folder of a finished run, or a "
-            f"recipe: {', '.join(recipes.ALL)}. `atoll recipes` says what they do."
+            f"there is no recipe {shown(unknown[0])}, and no run's folder or file of that name. Give the folder of a finished "
+            f"run, a TOML file, or a recipe: {', '.join(recipes.ALL)}. `atoll recipes` says what they do."
         )
+    for name in names:
+        if (engine := described(name).engine) is not None and engine.name != "simulator":
+            raise ConfigError(f"{name} is for the engine {engine.name}, and compare simulates. Run it, and give its folder.")
     if not names and (settings or seed is not None):
         given = "--seed" if not settings else f"--set {settings[0]}"
         raise ConfigError(

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import rich
@@ -14,12 +15,14 @@ import typer
 
 from atoll import recipes
 from atoll.cli.main import RunOptions
-from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_settings, spec_with
+from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_settings, spec_of, spec_with
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.protocols import Sink
 from atoll.core.verified_files import check_digests, expanded
 from atoll.engines import run_lifecycle
-from atoll.engines.run_lifecycle import Faults, Result, discard
+from atoll.engines.extend_run import extend
+from atoll.engines.own_code import load_own_code
+from atoll.engines.run_lifecycle import Faults, Result, check_resumable, discard
 from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
 from atoll.engines.spec import EngineSpec, processes_started, refuse_torchrun, saved_spec, spec_named
 from atoll.engines.warm_start_training import Cache
@@ -27,6 +30,7 @@ from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run_settings import Run, as_recorded
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.console_progress import ConsoleSink
+from atoll.telemetry.plot_style import can_draw
 from atoll.telemetry.plots import plot_comparison
 from atoll.telemetry.summary import read_summary
 
@@ -46,11 +50,26 @@ def carry_out(options: RunOptions, faults: Faults | None = None) -> Path | None:
     return result.folder
 
 
+def extended(options: RunOptions, steps: int) -> RunOptions:
+    """The options that resume a new folder, in which the finished run of --resume trains for so many more steps. They are checked
+    before there is one."""
+    if options.resume is None or options.recipe is not None:
+        raise ConfigError(f"--extend {steps} is for a finished run: atoll run --resume DIR --extend {steps}. Leave out a recipe.")
+    refuse_torchrun(spec_named("simulator"))  # each of its processes would make the folder
+    _check_settings(options)
+    own = None if options.workload is None else load_own_code(options.workload).open()
+    check_resumable(RunFolder.open(expanded(options.resume)), _resumed_spec(options), own)
+    folder = extend(options.resume, steps, options.out, sys.argv)
+    if not options.quiet:
+        print_to_stderr(f"folder: {folder}, which continues {options.resume}")
+    return replace(options, resume=folder, out=None)
+
+
 def _start(options: RunOptions, faults: Faults | None) -> Result | None:
     if options.recipe is None:
         raise ConfigError(f"no recipe was given. There are: {', '.join(recipes.ALL)}. To resume a run: --resume DIR.")
     run = run_of(options.recipe, options.settings, options.seed)
-    spec = spec_with(spec_named(options.engine or "simulator"), options.settings, options.processes)
+    spec = spec_with(spec_of(options.recipe, options.engine), options.settings, options.processes)
     out = options.out
     if out is None and processes_started() == 1:  # else rank 0 chooses it for all
         out = default_path(run.recipe, run.seed)
@@ -59,6 +78,7 @@ def _start(options: RunOptions, faults: Faults | None) -> Result | None:
             run,
             engine=spec,
             out=out,
+            workload=options.workload,
             sinks=sinks_of(run, spec, quiet=options.quiet),
             command=sys.argv,
             faults=faults,
@@ -71,16 +91,10 @@ def _resume(options: RunOptions, faults: Faults | None) -> Result | None:
     folder = expanded(options.resume)
     if options.out is not None:
         raise ConfigError(f"--out {options.out} with --resume {folder}: a run stays in its own folder. Leave out --out.")
-    if options.recipe is None and (run_settings(options.settings) or options.seed is not None):
-        raise ConfigError(
-            "--set or --seed with --resume: a run resumes with the settings that it began with; only the engine's, such as "
-            "engine.processes, may change. Leave them out."
-        )
-    saved = saved_spec(folder)
-    named = spec_named(options.engine or saved.name)  # the driver refuses another engine than the saved one
-    spec = spec_with(saved if named.name == saved.name else named, options.settings, options.processes)
+    _check_settings(options)
+    spec = _resumed_spec(options)
     if not folder.is_dir():  # of a run under torchrun, whose rank 0 has the folder
-        return run_lifecycle.resume(folder, engine=spec, command=sys.argv)
+        return run_lifecycle.resume(folder, engine=spec, workload=options.workload, command=sys.argv)
     opened = RunFolder.open(folder)
     if options.recipe is not None:
         opened.same_run(as_recorded(spec.fitted(run_of(options.recipe, options.settings, options.seed)), opened.run))
@@ -91,11 +105,27 @@ def _resume(options: RunOptions, faults: Faults | None) -> Result | None:
         return run_lifecycle.resume(
             folder,
             engine=spec,
+            workload=options.workload,
             sinks=[] if opened.finished else sinks_of(opened.run, spec, quiet=options.quiet, title=title),
             command=sys.argv,
             faults=faults,
             log=discard if options.quiet else print_to_stderr,
         )
+
+
+def _check_settings(options: RunOptions) -> None:
+    if options.recipe is None and (run_settings(options.settings) or options.seed is not None):
+        raise ConfigError(
+            "--set or --seed with --resume: a run resumes with the settings that it began with; only the engine's, such as "
+            "engine.processes, may change. Leave them out."
+        )
+
+
+def _resumed_spec(options: RunOptions) -> EngineSpec:
+    assert options.resume is not None
+    saved = saved_spec(expanded(options.resume))
+    named = spec_named(options.engine or saved.name)  # the driver refuses another engine than the saved one
+    return spec_with(saved if named.name == saved.name else named, options.settings, options.processes)
 
 
 def compare_runs(
@@ -113,6 +143,7 @@ def compare_runs(
     root = out or default_path("compare", seed or 0)
     # All names are looked up before the first run starts: a misspelt last name must not cost the first runs.
     planned = planned_runs(what, settings, seed)
+    drawing = can_draw(print_to_stderr)
     cache = Cache()
     folders = [
         item if isinstance(item, Path) else _simulate(item, root / f"{item.recipe}-{index}", cache, quiet=quiet)
@@ -126,15 +157,15 @@ def compare_runs(
     slower = comparing.slower_links(slower_s, SLOWER)
     root.mkdir(parents=True, exist_ok=True)
     if as_json:
-        plot = plot_comparison(folders, root / "comparison.png")
-        print(json.dumps({**comparison.to_dict(), "time_on_10_times_slower_links_s": slower_s, "plot": str(plot)}))
+        plot = str(plot_comparison(folders, root / "comparison.png")) if drawing else None
+        print(json.dumps({**comparison.to_dict(), "time_on_10_times_slower_links_s": slower_s, "plot": plot}))
     elif as_markdown:
         print(comparing.markdown(comparison, slower))
     else:
-        # The table first: without matplotlib the runs are not lost.
         rich.print(comparing.table(comparison))
-        print("\n" + "\n\n".join(filter(None, (comparing.sentence(comparison), slower))))
-        print(f"plot: {plot_comparison(folders, root / 'comparison.png')}")
+        print("\n" + "\n\n".join(filter(None, (comparing.sentence(comparison), comparing.busiest_seconds(comparison), slower))))
+        if drawing:
+            print(f"plot: {plot_comparison(folders, root / 'comparison.png')}")
 
 
 def times_on_slower_links(comparison: comparing.Comparison, folders: Sequence[Path]) -> dict[str, float]:
@@ -164,7 +195,7 @@ def show_result(folder: Path, *, as_json: bool) -> None:
     else:
         one = comparing.comparison([folder])
         rich.print(comparing.table(one))
-        print(f"{comparing.sentence(one)}\nfolder: {folder}")
+        print("\n".join(filter(None, (comparing.sentence(one), comparing.busiest_seconds(one), f"folder: {folder}"))))
 
 
 def sinks_of(run: Run, spec: EngineSpec, *, quiet: bool, title: str | None = None) -> list[Sink]:
@@ -182,16 +213,16 @@ def print_to_stderr(line: str) -> None:
 
 
 @contextmanager
-def interruptible(folder: Path | None, spec: EngineSpec) -> Iterator[None]:
-    """Ctrl-C ends a run with a line on how to resume it; SIGTERM too where the engine's processes must be stopped."""
+def interruptible(folder: Path | None, spec: EngineSpec, advice: str = "") -> Iterator[None]:
+    """Ctrl-C ends a run with a line on how to resume it, or with other advice; SIGTERM too where the engine's processes must be
+    stopped."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if spec.stops_processes else None
     try:
         yield
     except KeyboardInterrupt:
         begun = folder is not None and (folder / "run.json").exists()
-        print(
-            f"interrupted. Resume: atoll run --resume {folder}" if begun else "interrupted before the run began.", file=sys.stderr
-        )
+        resume = f"interrupted. Resume: atoll run --resume {folder}" if begun else "interrupted before the run began."
+        print_to_stderr(advice or resume)
         raise typer.Exit(130) from None
     finally:
         if spec.stops_processes:

@@ -38,6 +38,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.delayed_nesterov import DelayedNesterov
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD, Nesterov
+from atoll.optim.torch_optimizers import Muon
 from atoll.runs.cluster import Cluster, Link, step_times
 from atoll.runs.run_settings import Keep, Run, Train
 
@@ -91,6 +92,12 @@ def demo_eager() -> Run:
 def demo_sparseloco() -> Run:
     """SparseLoCo: DiLoCo that sends the largest 1.6 % of its deltas in 2 bits, and keeps the rest for later rounds."""
     return _demo("demo-sparseloco", DiLoCo(inner_steps=20, outer=SGD(lr=1.0), codec="topk", feedback=0.95))
+
+
+def demo_muloco() -> Run:
+    """MuLoCo: DiLoCo with Muon inside, and the outer rule of its paper."""
+    run = _demo("demo-muloco", DiLoCo(inner_steps=20, outer=Nesterov(lr=0.7, momentum=0.6)))
+    return replace(run, optimizer=Muon(lr=run.optimizer.lr))
 
 
 def demo_two_level() -> Run:

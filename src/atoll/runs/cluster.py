@@ -64,6 +64,7 @@ class Link:
 _MAX_ISLANDS = 65_536
 _LEAST_STEP_S = 1e-9
 _MAX_SIGMA = 5.0  # beyond it one batch in a hundred takes a hundred thousand times as long as another
+_MAX_ASYNC_LOSS = 0.999  # of the updates of an asynchronous run, whose length counts the updates that arrive
 PoolName = Literal["constant", "doubling", "halving", "ramp_up", "ramp_down"]
 Level = Literal["none", "slight", "moderate", "very"]
 _VERY_S = (0.58, 0.75, 1.51, 3.33)  # the devices of the asynchronous paper's notebook
@@ -250,8 +251,11 @@ class Cluster:
                 "cluster.away and cluster.pool count in rounds that all islands share, and an asynchronous algorithm has none. "
                 "Use cluster.outages, which counts in virtual seconds."
             )
-        if self.drop_probability == 1:
-            raise ConfigError("cluster.drop_probability=1: no update would arrive, and the run would never end. Use less than 1.")
+        if self.drop_probability > _MAX_ASYNC_LOSS:
+            raise ConfigError(
+                f"cluster.drop_probability={self.drop_probability}: a run ends after a number of arrivals, and with "
+                f"{_MAX_ASYNC_LOSS} one update in 1,000 arrives. Use at most {_MAX_ASYNC_LOSS}."
+            )
 
     def present_at_start(self) -> list[int]:
         """The islands without an outage at time 0."""

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from atoll.core.errors import ConfigError, DataError
 from atoll.core.events import Progress
 from atoll.data.document_sources import Document, open_corpus
-from atoll.data.instructions import load_model_tokenizer
+from atoll.data.instructions import Instructions, load_model_tokenizer
 from atoll.data.tokenizer import load_saved_tokenizer
 from atoll.models.gpt import Decoder
 from atoll.models.mlp import MLP
 from atoll.runs.export import trained
 from atoll.runs.folder import RunFolder
+from atoll.runs.run_settings import Run
+from atoll.runs.workloads import causal_logits
 
 _BATCH_TOKENS = 16_384
 _LONGEST = 1_024
@@ -41,12 +43,13 @@ class Evaluation:
 
     on: str
     last_word: bool
-    documents: int
+    documents: int  # that were scored
     tokens: int  # that were predicted
     loss: float  # the mean negative log-likelihood, in nats
     perplexity: float
     bits_per_byte: float | None = None  # of the whole text; without the last word only
     accuracy: float | None = None  # the share of last words that were predicted
+    skipped: int | None = None  # documents without a word before their last; with the last word only
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -73,14 +76,14 @@ def evaluate(
 
     Raises:
         ConfigError: the run is not finished, or did not train a language model.
-        DataError: the text cannot be read, or a document has no last word after others.
+        DataError: the text cannot be read, or no document has a last word after others.
     """
     opened = RunFolder.open(folder)
     if isinstance(opened.run.model, MLP):
         raise ConfigError(f"{folder} trained an MLP, which reads no text. Give the folder of a run that trained a language model.")
     documents = list(open_corpus(on, limit_bytes))
     run, module = trained(folder)
-    encode, end_of_text = _encoder(opened, getattr(run.data, "tokenizer", None), module)
+    encode, end_of_text = _encoder(opened, run)
     model = Scorer(module, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not last_word:
         tails = np.array([] if end_of_text is None else [end_of_text], np.int64)
@@ -94,30 +97,39 @@ def evaluate(
         bits = total / math.log(2) / text_bytes
         found: dict[str, Any] = {"tokens": tokens, "loss": total / tokens, "bits_per_byte": bits}
     else:
-        passages = [_last_word(document, encode, model.seq_len) for document in documents]
+        found_passages = [_last_word(document, encode, model.seq_len) for document in documents]
+        passages = [passage for passage in found_passages if passage is not None]
+        if not passages:
+            raise DataError(
+                f"no document of {on} has a word before its last one, such as {documents[0].name}: a passage is a context and a "
+                f"word. Give such passages, one to a document."
+            )
         scores = list(model.score(passages, progress))
         loss = math.fsum(loss for loss, _, _ in scores) / len(scores)
         correct = sum(likeliest for _, _, likeliest in scores)
         found = {"tokens": sum(count for _, count, _ in scores), "loss": loss, "accuracy": correct / len(scores)}
-    return Evaluation(on=on, last_word=last_word, documents=len(documents), perplexity=math.exp(found["loss"]), **found)
+        found["skipped"] = len(documents) - len(passages)
+    scored = len(documents) - found.get("skipped", 0)
+    return Evaluation(on=on, last_word=last_word, documents=scored, perplexity=math.exp(found["loss"]), **found)
 
 
-def _encoder(folder: RunFolder, model_tokenizer: str | None, module: nn.Module) -> tuple[Callable[[str], TokenIds], int | None]:
+def _encoder(folder: RunFolder, run: Run) -> tuple[Callable[[str], TokenIds], int | None]:
     """Text to ids with the run's tokenizer, and the id that ends a document."""
-    if isinstance(module, Decoder):
+    if not isinstance(run.data, Instructions):
         tokenizer = load_saved_tokenizer(folder.tokenizer)
         return lambda text: tokenizer.encode(text).astype(np.int64), tokenizer.end_of_text
-    assert model_tokenizer is not None, "a resolved run names its tokenizer"
-    pretrained = load_model_tokenizer(model_tokenizer)
+    assert run.data.tokenizer is not None, "a resolved run names its tokenizer"
+    pretrained = load_model_tokenizer(run.data.tokenizer)
     return lambda text: np.array(pretrained(text, add_special_tokens=False)["input_ids"], np.int64), pretrained.eos_token_id
 
 
-def _last_word(document: Document, encode: Callable[[str], TokenIds], seq_len: int) -> tuple[TokenIds, int]:
-    """The tokens of a passage, as many as the model reads, and the position of the first of its last word."""
+def _last_word(document: Document, encode: Callable[[str], TokenIds], seq_len: int) -> tuple[TokenIds, int] | None:
+    """The tokens of a passage, as many as the model reads, and the position of the first of its last word; None if no word stands
+    before it."""
     text = document.text.strip()
-    context = text.rpartition(text.split()[-1])[0].rstrip()
+    context = text.rpartition(text.split()[-1])[0].rstrip() if text else ""
     if not context:
-        raise DataError(f"{document.name} has no word before its last one, {text!r}: a passage is a context and a word.")
+        return None
     before, word = encode(context), encode(text[len(context) :])  # the blank belongs to the word, as tokenizers have it
     ids = np.concatenate([before, word])[-(seq_len + 1) :]
     return ids, max(1, len(ids) - len(word))
@@ -157,7 +169,6 @@ class Scorer:
 
     def _logits(self, tokens: Tensor) -> Tensor:
         if isinstance(self._module, Decoder):
-            decoder: Tensor = self._module(tokens)
-            return decoder
-        pretrained: Tensor = self._module(input_ids=tokens, use_cache=False).logits
-        return pretrained
+            logits: Tensor = self._module(tokens)
+            return logits
+        return causal_logits(self._module, tokens)

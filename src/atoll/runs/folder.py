@@ -31,6 +31,9 @@ from atoll.runs.run_settings import Run
 from atoll.telemetry.run_progress import RUN_FORMAT, read_settings
 from atoll.telemetry.summary import read_summary
 
+LOOP_RECIPE = "own loop"
+"""What run.json has as the recipe of a user's loop under `atoll.islands`, which has no Run and no engine."""
+
 
 class _File:
     """The path of a file in a run's folder, as an attribute of RunFolder."""
@@ -51,10 +54,10 @@ class RunFolder:
     # ------------------------------------------------------------------------------------------------- making and opening
 
     @staticmethod
-    def create(path: str | Path, run: Run, command: Sequence[str]) -> RunFolder:
-        """A new folder for this Run. Raises ConfigError if the path holds something already, or cannot be written. Of several
-        processes that create one folder, one succeeds."""
-        folder, record = RunFolder(Path(path)), {"format": RUN_FORMAT, **to_json(run)}
+    def create(path: str | Path, run: Run | Mapping[str, Any], command: Sequence[str]) -> RunFolder:
+        """A new folder for this Run, or for the loop that a mapping describes. Raises ConfigError if the path holds something
+        already, or cannot be written. Of several processes that create one folder, one succeeds."""
+        folder, record = RunFolder(Path(path)), {"format": RUN_FORMAT, **(run if isinstance(run, Mapping) else to_json(run))}
         if not os.path.lexists(folder.path / _LOCK):  # else another process may be creating it
             folder._refuse_contents()
         with _writing(folder.path):
@@ -129,7 +132,7 @@ class RunFolder:
         write_digests(self.path, [path.name for path in names], result=self.final.name)
 
     def unseal(self) -> None:
-        """Remove the digests of a run that goes on, because its final weights were removed."""
+        """Remove the digests of a run that continues, because its final weights were removed."""
         with _writing(self.path):
             (self.path / DIGESTS).unlink(missing_ok=True)
 
@@ -139,8 +142,8 @@ class RunFolder:
         saved = self.workload.read_text().strip() if self.workload.exists() else None
         if saved is not None and name is None:
             raise ConfigError(
-                f"{self.path} trained a user's workload, {saved}, which its settings do not describe. Open it from Python: "
-                f"atoll.resume({str(self.path)!r}, workload=...)."
+                f"{self.path} trained a user's workload, {saved}, which its settings do not describe. Give it again: "
+                f"--workload FILE.py:NAME, or in Python atoll.resume({str(self.path)!r}, workload=...)."
             )
         if saved is None and name is not None:
             raise ConfigError(f"{self.path} trained its Run's own model and data, not a {name}. Leave out workload.")
@@ -202,6 +205,18 @@ class RunFolder:
                 # The file stays: if it were removed, two processes could lock two files of one name.
                 with suppress(OSError):
                     file.truncate(0)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process holds the folder. Nothing is written to find out."""
+        try:
+            with open(self.path / _LOCK, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # no lock was ever there, or it cannot be read
+            pass
+        return False
 
     # ------------------------------------------------------------------------------------------------------------- source
 

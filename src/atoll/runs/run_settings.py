@@ -34,6 +34,7 @@ from atoll.optim.delayed_nesterov import Buffered, DelayedNesterov
 from atoll.optim.schedules import WSD, Cosine, Schedule, at
 from atoll.optim.sgd import SGD, Momentum, Nesterov
 from atoll.optim.staleness import DelayCompensation, Polynomial
+from atoll.optim.torch_optimizers import Muon, TorchOptimizer
 from atoll.replica.local_replica import InnerRule
 from atoll.runs.cluster import Cluster
 from atoll.runs.validation import check_run
@@ -67,6 +68,8 @@ class Train:
             is measured to be faster (`auto`). On a CPU `auto` computes each island in a thread of its own.
         fresh_optimizer: reset the inner optimizer at the start of every round.
         peak_first: take the first step of every round at the schedule's highest rate.
+        joiner_moments: the inner optimizer of an island that joins a running run, or returns to it, is `empty`, or begins with the
+            moments of the `donor`, the island that sends it the weights. They are sent with these.
     """
 
     steps: int
@@ -81,6 +84,7 @@ class Train:
     together: Literal["auto", "stacked", "apart"] = "auto"
     fresh_optimizer: bool = False
     peak_first: bool = False
+    joiner_moments: Literal["empty", "donor"] = "empty"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -126,8 +130,8 @@ class Run:
 
     Args:
         recipe: its name.
-        model: a decoder, a perceptron, or a pretrained model.
-        data: text for a decoder, points for a perceptron, instructions for a pretrained model.
+        model: a decoder, a perceptron, or a model of the Hugging Face library.
+        data: text for a decoder, points for a perceptron, text or instructions for a Hugging Face model.
         algorithm: the algorithm between islands.
         optimizer: the inner rule; also of gradient algorithms such as DDP, unless they have one of their own.
         train: how each island trains.
@@ -376,7 +380,7 @@ candidates: Mapping[Any, Sequence[type]] = {
     Algorithm: (DDP, ZeRO1, FSDP, ACCO, DPU, WP, DiLoCo, Streaming, Eager),
     TrainsDevices: (DDP, ZeRO1, FSDP, ACCO, DPU, WP),
     AsyncAlgorithm: (AsyncLocalSGD,),
-    Rule: (SGD, Momentum, Nesterov, Adam, AdamW, DelayedNesterov, Buffered),
+    Rule: (SGD, Momentum, Nesterov, Adam, AdamW, DelayedNesterov, Buffered, Muon, TorchOptimizer),
     Correction: (Polynomial, DelayCompensation),
 }
 """The classes that a user can name on the command line where a Run takes an algorithm, a rule or a correction."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.delayed_update import DPU
+from atoll.algorithms.sharded_optimizer import Sharded
 from atoll.algorithms.weight_prediction import WP
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Rebases
@@ -20,6 +21,7 @@ from atoll.data.text import Text
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained
+from atoll.optim.torch_optimizers import check_takes_slices
 from atoll.runs.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -46,11 +48,14 @@ def check_run(run: Run) -> None:
     for path, algorithm in (("algorithm", run.algorithm), ("inside", run.inside)):
         _check_batch_divides(algorithm, path, run.train)
         _check_warmup(algorithm, path, run.train)
+        if isinstance(algorithm, Sharded) and algorithm.optimizer is None:
+            check_takes_slices(run.optimizer, algorithm)
     if isinstance(run.algorithm, AsyncAlgorithm):
         run.cluster.check_asynchronous()
         _check_speeds(run, run.algorithm.plan.speeds)
     else:
         run.cluster.check_synchronous()
+        _check_quorum(getattr(run.algorithm, "quorum", None), run.effective_cluster.islands)
         check_whole_rounds(run.train.steps, run.algorithm.steps_per_round)
 
 
@@ -61,6 +66,14 @@ def _check_speeds(run: Run, speeds: Sequence[float]) -> None:
         raise ConfigError(
             f"algorithm.speeds has {len(speeds)} figures for cluster.islands={run.cluster.islands}{devices}: give one per "
             f"island, or leave it empty to use those of cluster.step_time_s."
+        )
+
+
+def _check_quorum(quorum: int | None, islands: int) -> None:
+    if quorum is not None and quorum > islands:
+        raise ConfigError(
+            f"algorithm.quorum={quorum} of {islands} islands: a round would never have so many deltas. Use {islands} or less, or "
+            f"none to wait for all."
         )
 
 
@@ -75,14 +88,14 @@ def check_whole_rounds(steps: int, per_round: int) -> None:
 
 
 def _check_model_fits_data(model: Any, data: Any) -> None:
-    pairs = ((GPT, Text), (MLP, Gaussians), (Pretrained, Instructions))
+    pairs = ((GPT, Text), (MLP, Gaussians), (Pretrained, Instructions), (Pretrained, Text))
     if any(isinstance(model, model_type) and isinstance(data, data_type) for model_type, data_type in pairs):
         return
     fit = [f"data={data_type.__name__}" for model_type, data_type in pairs if isinstance(model, model_type)]
     fit += [f"model={model_type.__name__}(...)" for model_type, data_type in pairs if isinstance(data, data_type)]
     raise ConfigError(
         f"model is {type(model).__name__} and data is {type(data).__name__}: a GPT reads Text, an MLP reads Gaussians, and a "
-        f"Pretrained reads Instructions. Set {', or '.join(fit)}."
+        f"Pretrained reads Text or Instructions. Set {', or '.join(fit)}."
     )
 
 
@@ -98,6 +111,11 @@ def check_two_level(algorithm: Algorithm[Any] | AsyncAlgorithm[Any], inside: Alg
         raise ConfigError(
             f"inside={inner} cannot continue from weights that islands have averaged: it has no `rebase`. "
             f"Use DDP, ZeRO1, FSDP, ACCO, DPU or WP inside."
+        )
+    if getattr(algorithm, "weighting", "uniform") == "tokens":
+        raise ConfigError(
+            f"algorithm.weighting=tokens with inside={inner}: each device of an island knows its own tokens only. Use "
+            f"weighting=uniform or examples, or inside=none."
         )
     if getattr(algorithm, "moments", "own") == "averaged":
         raise ConfigError(
@@ -146,20 +164,32 @@ def _check_warmup(algorithm: Any, at: str, train: Train) -> None:
 
 def _check_round_start(run: Run) -> None:
     """Refuse settings of the inner optimizer's round start where islands have no inner optimizer of their own."""
-    for name in ("fresh_optimizer", "peak_first"):
-        if not getattr(run.train, name):
+    defaults = {"fresh_optimizer": False, "peak_first": False, "joiner_moments": "empty"}
+    for name, default in defaults.items():
+        if getattr(run.train, name) == default:
             continue
+        instead = f"train.{name}={str(default).lower()}"
         if run.inside is not None:
             raise ConfigError(
                 f"train.{name} is for islands of one device, and with inside={type(run.inside).__name__} the devices of an island "
-                f"train together. Use train.{name}=false, or inside=none."
+                f"train together. Use {instead}, or inside=none."
             )
         if hasattr(run.algorithm, "optimizer"):
             raise ConfigError(
                 f"train.{name} is for islands that each train with an inner optimizer, and "
-                f"algorithm={type(run.algorithm).__name__} has one optimizer for the gradients of all. Use "
-                f"train.{name}=false, or an algorithm such as DiLoCo."
+                f"algorithm={type(run.algorithm).__name__} has one optimizer for the gradients of all. Use {instead}, or an "
+                f"algorithm such as DiLoCo."
             )
+    if run.train.joiner_moments == "donor" and isinstance(run.algorithm, AsyncAlgorithm):
+        raise ConfigError(
+            "train.joiner_moments=donor with a hub: a worker gets its weights from the hub, which has no inner optimizer. Use "
+            "train.joiner_moments=empty."
+        )
+    if run.train.joiner_moments == "donor" and run.train.fresh_optimizer:
+        raise ConfigError(
+            "train.joiner_moments=donor and train.fresh_optimizer=true: moments that the first round resets would be sent for "
+            "nothing. Use one of the two."
+        )
 
 
 def _check_stacked(train: Train) -> None:
@@ -223,13 +253,14 @@ def check_devices_share_batch(run: Run, devices: int) -> None:
         )
 
 
-def check_finetuning_inputs(run: Run) -> None:
-    """Refuse a fine-tuning recipe without a model or examples, with the command that names them."""
-    if not isinstance(run.model, Pretrained) or not isinstance(run.data, Instructions):
+def check_model_inputs(run: Run) -> None:
+    """Refuse a Hugging Face model without its folder, or fine-tuning without examples, with the command that names them."""
+    if not isinstance(run.model, Pretrained):
         return
     wanted = {"model.path": "FOLDER", "data.path": "FILE.jsonl"}
-    missing = [name for name, given in zip(wanted, (run.model.path, run.data.path), strict=True) if not given]
-    if missing:
+    given = {"model.path": run.model.path, "data.path": getattr(run.data, "path", None)}
+    missing = [name for name, path in given.items() if path == ""]
+    if missing and isinstance(run.data, Instructions):
         settings = " ".join(f"--set {name}={what}" for name, what in wanted.items())
         raise ConfigError(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given: fine-tuning needs the folder of a Hugging "

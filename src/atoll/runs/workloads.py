@@ -1,4 +1,4 @@
-"""The workloads of a Run: a decoder on text, a perceptron on points, or a pretrained model on instructions.
+"""The workloads of a Run: a decoder or a Hugging Face model on text, a perceptron on points, or a pretrained model on instructions.
 
 Data are loaded once. A workload reads them in one shard, for training without islands, or in the run's shards.
 """
@@ -24,7 +24,7 @@ from atoll.data.instructions import IGNORED_LABEL, Instructions, LoadedInstructi
 from atoll.data.partition import IID, Features, KMeans
 from atoll.data.text import LoadedText, Text
 from atoll.data.token_batches import TokenBatches
-from atoll.data.tokenizer import Tokenizer
+from atoll.data.tokenizer import Tokenizer, tokenizer_in
 from atoll.models.gpt import GPT, Decoder
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained
@@ -36,24 +36,34 @@ from atoll.runs.run_settings import Run, device_of, dtype_of
 Data = Text | Gaussians | Instructions
 LoadedData = LoadedText | LoadedGaussians | LoadedInstructions
 _EVAL_BATCH = 256  # points of one evaluation batch of a perceptron
+_SAMPLE_TOKENS = 512  # of the text, to compare two tokenizers
 
 
 @dataclass(frozen=True)
 class TextWorkload:
-    """A decoder on text."""
+    """A decoder, of atoll or of the Hugging Face library, on text."""
 
-    model: GPT
+    model: GPT | Pretrained
     tokenizer: Tokenizer
     batches: TokenBatches
     validation: list[Tensor]
     seed: int
 
-    def module(self) -> Decoder:
-        return self.model.build(self.tokenizer.vocab_size, self.batches.seq_len, self.seed)
+    def module(self) -> nn.Module:
+        """A new module. Raises ConfigError if it is a Hugging Face model that cannot read the tokens."""
+        vocabulary, seq_len = self.tokenizer.vocab_size, self.batches.seq_len
+        if isinstance(self.model, GPT):
+            return self.model.build(vocabulary, seq_len, self.seed)
+        module = self.model.build(self.seed)
+        advice = f"Use a config with a vocab_size of {vocabulary} or more, or a smaller tokenizer."
+        self.model.check_reads(module, vocabulary - 1, seq_len, advice, "data.seq_len")
+        return module
 
     def loss(self, module: nn.Module, batch: Tensor) -> Tensor:
-        assert isinstance(module, Decoder)
-        return module.loss(batch)
+        if isinstance(module, Decoder):
+            return module.loss(batch)
+        logits = causal_logits(module, batch[:, :-1]).float()
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def evaluate(self, module: nn.Module) -> Mapping[str, float]:
         """The float64 mean of the per-batch losses, in batch order, with one synchronisation of the device."""
@@ -62,7 +72,8 @@ class TextWorkload:
         return {"loss": fmean(losses.tolist())}
 
     def fingerprint(self) -> str:
-        return f"{self.tokenizer.digest}-{self.batches.fingerprint()}"
+        model = f"{self.model.fingerprint()}-" if isinstance(self.model, Pretrained) else ""
+        return f"{model}{self.tokenizer.digest}-{self.batches.fingerprint()}"
 
 
 @dataclass(frozen=True)
@@ -115,27 +126,14 @@ class FinetuningWorkload:
     data: LoadedInstructions
     batches: PaddedBatches
     validation: list[PaddedBatch]
+    seed: int
 
     def module(self) -> nn.Module:
-        """The pretrained module.
-
-        Raises:
-            ConfigError: it cannot read the examples.
-        """
-        module: Any = self.model.build()
-        vocabulary = module.get_input_embeddings().weight.shape[0]
-        if self.data.largest_id >= vocabulary:
-            raise ConfigError(
-                f"the examples hold the token {self.data.largest_id}, and the model in {self.model.path} has {vocabulary} tokens, "
-                f"counted from 0: the tokenizer is another model's. Leave out data.tokenizer to take the model's own."
-            )
-        max_positions = getattr(module.config, "max_position_embeddings", None)
-        if max_positions is not None and self.data.longest > max_positions:
-            raise ConfigError(
-                f"an example has {self.data.longest} tokens, and the model in {self.model.path} reads at most {max_positions}. "
-                f"Set data.max_len={max_positions}."
-            )
-        return module  # type: ignore[no-any-return]
+        """The pretrained module. Raises ConfigError if it cannot read the examples."""
+        module = self.model.build(self.seed)
+        advice = "Leave out data.tokenizer to take the model's own."
+        self.model.check_reads(module, self.data.largest_id, self.data.longest, advice, "data.max_len")
+        return module
 
     def loss(self, module: nn.Module, batch: PaddedBatch) -> Tensor:
         """The mean over the predicted positions; 0, with a gradient of 0, if there are none."""
@@ -157,13 +155,19 @@ class FinetuningWorkload:
 
 def _summed_loss(module: nn.Module, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
     """The summed loss of a batch, and the number of predicted tokens."""
-    # Without the cache of keys and values, which only generation needs.
-    logits = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits[:, :-1]
+    logits = causal_logits(module, batch["input_ids"], batch["attention_mask"])[:, :-1]
     targets = batch["labels"][:, 1:]
     total = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED_LABEL, reduction="sum"
     )
     return total, (targets != IGNORED_LABEL).sum()
+
+
+def causal_logits(module: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Next-token logits of a Hugging Face model, without the cache of keys and values, which only generation needs."""
+    masked = {} if mask is None else {"attention_mask": mask}
+    logits: Tensor = module(input_ids=ids, **masked, use_cache=False).logits
+    return logits
 
 
 BuiltWorkload = TextWorkload | ToyWorkload | FinetuningWorkload
@@ -190,22 +194,42 @@ def _build(
         return ToyWorkload(run.model, loaded.settings, *loaded.open(*how), run.seed)
     if isinstance(loaded, LoadedInstructions):
         assert isinstance(run.model, Pretrained)
-        return FinetuningWorkload(run.model, loaded, *loaded.open(*how))
-    assert isinstance(run.model, GPT)
+        return FinetuningWorkload(run.model, loaded, *loaded.open(*how), run.seed)
+    assert isinstance(run.model, GPT | Pretrained)
+    if isinstance(run.model, Pretrained) and run.model.weights == "loaded":
+        _check_same_tokenizer(run.model, loaded)
     return TextWorkload(run.model, loaded.tokenizer, *loaded.open(*how, features, partition), run.seed)
 
 
+def _check_same_tokenizer(model: Pretrained, loaded: LoadedText) -> None:
+    """Refuse text whose tokens do not mean what they mean to the model. Other files may hold the same tokenizer, so the ids of some
+    text are compared."""
+    own = tokenizer_in(model.path)
+    text = loaded.tokenizer.decode(loaded.validation.ids[:_SAMPLE_TOKENS])
+    if own is not None and not np.array_equal(own.encode(text), loaded.tokenizer.encode(text)):
+        prepared = loaded.settings.prepared_folder is not None
+        raise ConfigError(
+            f"the tokenizer of the text gives other ids than the one in {model.path}, with which the model was trained. "
+            + (f"Prepare the text again with --tokenizer {model.path}" if prepared else f"Set data.tokenizer={model.path}")
+            + ", or start from random weights: model.weights=random."
+        )
+
+
 def _features(run: Run, loaded: LoadedData, params: Tree) -> Features | None:
-    """Last-layer features of the decoder with these weights, averaged over the sequence; none if the partition uses none."""
+    """Last-layer features of the model with these weights, averaged over the sequence; none if the partition uses none."""
     if not partitioned_by_weights(run):
         return None
-    device, module = device_of(run), single_shard_workload(run, loaded).module()
-    assert isinstance(module, Decoder)
+    device = device_of(run)
+    module: Any = single_shard_workload(run, loaded).module()
     trainable_weights(cast_parameters(module.to(device), dtype_of(run))).load(params)
 
     def features(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         with torch.no_grad(), torch_threads(run.cluster.threads_per_island):
-            hidden = module.features(torch.as_tensor(tokens, device=device))
+            ids = torch.as_tensor(tokens, device=device)
+            if isinstance(module, Decoder):
+                hidden = module.features(ids)
+            else:
+                hidden = module(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
         return cast(NDArray[np.float32], hidden.mean(dim=1).float().cpu().numpy())
 
     return features

@@ -121,12 +121,19 @@ def table(comparison: Comparison) -> Table:
 
 
 def markdown(comparison: Comparison, slower: str = "") -> str:
-    """A Markdown table with the sentence below it, and the line of `slower_links` if there is one."""
+    """A Markdown table with the sentence below it, the line of `busiest_seconds`, and that of `slower_links` if there is one."""
     columns = _columns(comparison, comparison.most.label)
     rows = [list(columns), *map(list, zip(*columns.values(), strict=True))]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    below = ["", sentence(comparison), *([f"\n{slower}"] if slower else []), ""]
+    below = ["", sentence(comparison), *(f"\n{line}" for line in (busiest_seconds(comparison), slower) if line), ""]
     return "\n".join([lines[0], "|---|---|" + "---:|" * (len(columns) - 2), *lines[1:], *below])
+
+
+def busiest_seconds(comparison: Comparison) -> str:
+    """One line about the most that an island of each run sent in one second; empty if no run has that figure."""
+    rows = [(run.label, run.summary.busiest_second_bytes) for run in comparison.rows]
+    peaks = ", ".join(f"{label} {human_bytes(peak)}" for label, peak in rows if peak)
+    return f"An island sent at most, in one second: {peaks}." if peaks else ""
 
 
 def slower_links(times_s: Mapping[str, float], factor: float) -> str:

@@ -158,7 +158,8 @@ def event_text(event: ev.Event, who: str | None = None) -> str | None:
             work = f"val loss {event.val_loss:.4g}, {event.rounds} rounds, {human_count(event.tokens)} tokens"
             time = f"{human_time(event.time_s)} of {clock_at(event)} time"
             busy = f", {human_percent(event.utilisation)} of it computing" if event.utilisation is not None else ""
-            return f"finished: {work}, {human_bytes(event.sent_bytes_per_island)} sent per island, {time}{busy}"
+            peak = f" (at most {human_bytes(event.busiest_second_bytes)} in a second)" if event.busiest_second_bytes else ""
+            return f"finished: {work}, {human_bytes(event.sent_bytes_per_island)} sent per island{peak}, {time}{busy}"
         case _:
             return None
 

@@ -258,6 +258,19 @@ def read_events(path: str | Path, kinds: Collection[type[Event]] = (), *, after:
                     yield event
 
 
+def read_events_of(path: Path, record: Mapping[str, Any]) -> Iterator[Event]:
+    """The events before the position of a checkpoint's `position_record`."""
+    left = int(record[_LOG_BYTES])
+    with explained("read", path), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            left -= len(line)
+            if left < 0:
+                return
+            event = _parse(path, number, line)
+            if event is not None:
+                yield event
+
+
 def read_backwards(path: Path, kind: type[E]) -> Iterator[tuple[int, E]]:
     """The events of one class from the last to the first, each with the position of its line in bytes. It skips damaged lines. A
     reader that stops early reads the end of the log alone."""

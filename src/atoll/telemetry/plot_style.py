@@ -5,7 +5,7 @@ pyplot is never imported, so the user's backend and open figures stay as they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,16 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 GREY = "#bbbbbb"
 
 
+def can_draw(warn: Callable[[str], object]) -> bool:
+    """Whether matplotlib can be imported. If not, `warn` takes a line on how to install it."""
+    try:
+        require("matplotlib.figure", extra="plot", purpose="figures")
+    except ConfigError as error:
+        warn(f"no plots: {error}")
+        return False
+    return True
+
+
 def save_figure(draw: Callable[[T], Any], what: T, path: str | Path) -> Path:
     """Draws and writes a figure as .png, .svg or .pdf, by the suffix of the path, and creates the folder."""
     path = Path(path)
@@ -33,13 +43,15 @@ def save_figure(draw: Callable[[T], Any], what: T, path: str | Path) -> Path:
     return path
 
 
-def new_figure(panels: int, *, share_x: bool = False, share_y: bool = False) -> tuple[Any, list[Any]]:
-    """A figure and its panels of 4 by 4 inches: up to three in a row, four in two rows."""
+def new_figure(panels: int, titles: Sequence[str] = (), *, share_x: bool = False, share_y: bool = False) -> tuple[Any, list[Any]]:
+    """A figure and its panels of 4 by 4 inches, plus their titles: up to three in a row, four in two rows."""
     matplotlib_figure = require("matplotlib.figure", extra="plot", purpose="figures")
     rows, columns = (2, 2) if panels == 4 else (1, panels)
-    size = (5 if panels == 1 else 4 * columns, 4 * rows)
+    size = (5 if panels == 1 else 4 * columns, (4.25 if titles else 4) * rows)
     figure = matplotlib_figure.Figure(figsize=size, layout="constrained", facecolor="white")
     axes = list(figure.subplots(rows, columns, squeeze=False, sharex=share_x, sharey=share_y).flat)
+    for panel, title in zip(axes, titles, strict=False):
+        panel.set_title(title, loc="left", fontsize=FONT_SIZE)
     for panel in axes:
         panel.grid(color="#dddddd", linewidth=0.8)
         panel.set_axisbelow(True)
@@ -53,7 +65,7 @@ def new_figure(panels: int, *, share_x: bool = False, share_y: bool = False) -> 
 def add_legend(figure: Any) -> None:
     """One legend above all panels, in one row if it fits; a label that several panels share appears once."""
     handles = {label: handle for panel in figure.axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    widths = [0.55 * FONT_SIZE * len(label) + 45 for label in handles]  # in points, with the handle and the space between
+    widths = [0.55 * FONT_SIZE * len(label) + 62 for label in handles]  # in points, with the handle and the space between
     width = 72 * figure.get_figwidth()
     columns = len(widths) if sum(widths) <= width else max(1, int(width / max(widths)))
     figure.legend(handles.values(), handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=FONT_SIZE)

@@ -95,7 +95,7 @@ def comparison_figure(folders: Sequence[str | Path]) -> Any:
         (f"{' or '.join(sorted(set(clocks)))} time ({unit})", lambda e: e.time_s / unit_s, "{:g}".format),
         ("bytes sent per island", lambda e: e.sent_bytes_per_island, human_bytes),
     )
-    figure, panels = new_figure(3, share_y=True)
+    figure, panels = new_figure(3, ("Loss by tokens", "Loss by time", "Loss by bytes sent"), share_y=True)
     for panel, (name, x, text) in zip(panels, axes, strict=True):
         _draw_curves(panel, dict(zip(labels, curves, strict=True)), x, text)
         panel.set_xlabel(name)
@@ -132,7 +132,8 @@ def _losses_figure(folder: Path) -> Any:
     # A round of one worker says little about the others, which have other shards: a point averages one round per worker.
     group = rounds[0].islands if is_asynchronous(folder) else 1
     cosines = [(steps, event) for steps, event in compared if event.cosine_mean is not None]
-    figure, panels = new_figure(1 + bool(cosines) + bool(compared), share_x=True)
+    titles = ["Loss", *(["Agreement of deltas"] if cosines else ()), *(["Size of deltas"] if compared else ())]
+    figure, panels = new_figure(len(titles), titles, share_x=True)
     _draw_losses(panels[0], rounds, evaluations, group)
     if cosines:
         means, stds = [e.cosine_mean or 0.0 for _, e in cosines], [e.cosine_std or 0.0 for _, e in cosines]
@@ -193,7 +194,8 @@ def _draw_band(panel: Any, x: Any, low: Any, middle: Any, high: Any, colour: str
 def _asynchrony_figure(folder: Path, summary: AsynchronySummary) -> Any:
     """Staleness over time, arrivals per window, steps per shard, and how each worker spent its time."""
     points = [(event.time_s, event.staleness) for event in read_kind(folder, Arrived)]
-    figure, (staleness, windows, shards, workers) = new_figure(4)
+    titles = ("Staleness of arrivals", "Arrivals per window", "Steps by shard", "Time of each worker")
+    figure, (staleness, windows, shards, workers) = new_figure(4, titles)
     unit, unit_s = time_unit(points[-1][0])
     if len(points) <= _MAX_DOTS:
         times, values = zip(*points, strict=True)
@@ -238,7 +240,8 @@ def _overlap_figure(folder: Path, summary: OverlapSummary) -> Any:
     """The last rounds as a timeline, how each island spent its time, and how much it computed."""
     events = read_events(folder / "events.jsonl", kinds=(RunStarted, Computed, Exchanged, RoundFinished))
     devices = summary.devices_per_island
-    figure, (timeline, times, batches) = new_figure(3)
+    who = "island" if devices is None else "device"
+    figure, (timeline, times, batches) = new_figure(3, ("The last rounds", f"Time of each {who}", f"Batches of each {who}"))
     _draw_timelines(timeline, last_rounds(by_device(events)), devices)
     timeline.set_xlabel(f"{read_clock(folder)} {timeline.get_xlabel()}")
     _draw_time_shares(times, summary.islands)
@@ -301,17 +304,19 @@ def _draw_timelines(panel: Any, spans: Sequence[tuple[int, str, Interval]], devi
 def _participation_figure(folder: Path, _: ParticipationSummary) -> Any:
     """Islands known, alive and participating over time, and the leases of data."""
     attended, leased = read_kind(folder, Attended), read_kind(folder, Leased)
-    figure, (islands, leases) = new_figure(2, share_x=True)
+    figure, (islands, leases) = new_figure(2, ("Islands at each commit", "Leases of data, in sum"), share_x=True)
     unit, unit_s = time_unit(attended[-1].time_s)
     times = [event.time_s / unit_s for event in attended]
-    for name, colour in (("known", GREY), ("alive", COLOURS[1]), ("participating", COLOURS[0])):
-        islands.step(times, [getattr(event, name) for event in attended], where="post", label=name, color=colour)
-    islands.set_ylim(bottom=0)
+    # Mostly the three are equal: the lower lines are wider, so that all can be seen.
+    for name, colour, width in (("known", GREY, 7), ("alive", COLOURS[1], 4), ("participating", COLOURS[0], 1.5)):
+        islands.step(times, [getattr(event, name) for event in attended], where="post", label=name, color=colour, linewidth=width)
     for name, label, colour in (("delivered", "delivered", COLOURS[2]), ("returned", "assigned again", COLOURS[3])):
         totals = list(accumulate(len(getattr(event, name)) for event in leased))
         leases.step(times, totals, where="post", label=label, color=colour)
     for panel, name in ((islands, "islands"), (leases, "leases of data")):
         panel.set(xlabel=f"wall time ({unit})", ylabel=name)
+        panel.set_ylim(bottom=0)
+        format_axis(panel.yaxis, human_count, whole=True)
     add_legend(figure)
     return figure
 

@@ -76,7 +76,7 @@ class RunningTotals:
     @property
     def position(self) -> str:
         """The last finished step, and of how many if that is known."""
-        total = "" if self.started is None else f" of {self.started.steps}"
+        total = "" if self.started is None or not self.started.steps else f" of {self.started.steps}"
         return f"step {self.round.steps if self.round is not None else 0}{total}"
 
     def utilisation(self, now_s: float | None = None) -> float | None:
@@ -138,7 +138,12 @@ def read_progress(folder: str | Path) -> RunningTotals:
 
 def read_settings(folder: str | Path) -> dict[str, Any]:
     """The Run of a folder as plain data. ConfigError if run.json cannot be read, or another version of atoll wrote it."""
-    path = Path(folder) / "run.json"
+    return read_settings_file(Path(folder) / "run.json")
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """The Run in a file like run.json as plain data."""
+    folder = path.parent
     try:
         run = read_record(path)
     except FileNotFoundError as error:

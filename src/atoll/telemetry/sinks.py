@@ -65,6 +65,10 @@ class MemorySink:
         return [event for event in self.events if isinstance(event, kinds)]
 
 
+def import_tensorboard() -> Any:
+    return require("torch.utils.tensorboard", extra="tensorboard", purpose="TensorBoard logs")
+
+
 class TensorBoardSink(ClosingSink):
     """Writes scalars for TensorBoard. Needs the extra `tensorboard`.
 
@@ -79,7 +83,7 @@ class TensorBoardSink(ClosingSink):
 
     def __init__(self, folder: str | Path, replay: Iterable[Event] | None = None) -> None:
         folder = Path(folder)
-        writers = require("torch.utils.tensorboard", extra="tensorboard", purpose="TensorBoard logs")
+        writers = import_tensorboard()
         if replay is not None:
             for stale in folder.glob("events.out.tfevents.*"):
                 stale.unlink()

@@ -82,6 +82,8 @@ class Summary(JsonRecord):
     digest: str  # of the final global weights
     engine: str = "simulator"
     val_accuracy: float | None = None  # of the final global weights, in [0, 1]
+    busiest_second_bytes: float | None = None
+    """Payload that an island sent in one second of the run's clock, at most, as its exchanges are timed. None in older runs."""
     inside_bytes_per_device: float | None = None
     """Payload over the links inside islands, mean over devices; None in a run of one level."""
     inside_dropped_tokens: int | None = None

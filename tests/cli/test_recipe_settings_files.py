@@ -1,0 +1,119 @@
+"""Config files: `atoll show --toml`, and `atoll run FILE`."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from atoll import recipes
+from atoll.cli.recipe_settings import described, run_of, spec_of
+from atoll.core.config.list_settings import describe, explanations
+from atoll.core.config.type_checks import settable
+from atoll.engines.spec import SPECS
+from atoll.runs.run_settings import candidates
+
+SHORT = [
+    f"--set={one}" for one in ("train.steps=4", "algorithm.inner_steps=2", "train.warm_start_steps=0", "optimizer.lr.warmup=0")
+]
+
+
+@pytest.mark.parametrize("engine", SPECS)
+def test_a_file_of_show_gives_the_same_run_and_engine(engine, atoll, tmp_path):
+    for name in recipes.ALL:
+        code, text, _ = atoll("show", name, "--engine", engine, "--toml")
+        file = tmp_path / f"{name}.toml"
+        file.write_text(text)
+        assert code == 0
+        assert described(str(file)) == (recipes.recipe(name), SPECS[engine]())
+
+
+def test_set_changes_a_setting_of_a_file(atoll, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(atoll("show", "demo-diloco", "--toml")[1])
+    assert run_of(str(file), ["algorithm.outer.lr=0.5"], 3) == run_of("demo-diloco", ["algorithm.outer.lr=0.5"], 3)
+
+
+def test_a_file_may_hold_only_what_differs_from_its_recipe(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'recipe = "demo-diloco"\nmodel = "m20"\n[algorithm.outer]\nlr = 0.5\n[train]\nclip_norm = "none"\n'
+        '[engine]\nname = "elastic"\nlisten = "127.0.0.1:7000"\n'
+    )
+    same = run_of("demo-diloco", ["model=m20", "algorithm.outer.lr=0.5", "train.clip_norm=none"], None)
+    assert run_of(str(file), [], None) == same
+    assert spec_of(str(file), None) == SPECS["elastic"](listen="127.0.0.1:7000")
+    assert spec_of(str(file), "simulator") == SPECS["simulator"]()
+
+
+def test_the_run_json_of_a_run_is_a_file_to_run_again(atoll, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    digest = json.loads(atoll("run", "demo-diloco", *SHORT, "--out", first, "--quiet", "--json")[1])["digest"]
+    assert json.loads(atoll("run", first / "run.json", "--out", second, "--quiet", "--json")[1])["digest"] == digest
+    assert (first / "run.json").read_text() == (second / "run.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('recipe = "demo-diloco"\n[train]\nstepz = 4\n', ("train.stepz", "train.steps")),
+        ('recipe = "demo-diloco"\n[train]\nsteps = "many"\n', ("train.steps=many", "Allowed: int")),
+        ('recipe = "demo-diloco"\n[train]\nsteps = 2026-01-01\n', ("train.steps=2026-01-01", "number")),
+        ('recipe = "demo-diloco"\n[algorithm]\ntype = "Diloco"\n', ("algorithm=Diloco", "Did you mean DiLoCo?")),
+        ('recipe = "demo-dilocq"\n', ("there is no recipe", "demo-diloco")),
+        ("seed = 1\n", ("`recipe`", "demo-diloco")),
+        ('recipe = "demo-diloco"\n[engine]\nlisten = "x"\n', ("[engine] has no name", "elastic")),
+        ('recipe = "demo-diloco"\n[engine]\nname = "elastic"\nlisten = "x"\n', ("engine.listen=x", "HOST:PORT")),
+        ("recipe = demo\n", ("cannot be read as TOML", "line 1")),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name_and_what_is_allowed(text, said, atoll, tmp_path):
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    code, _, error = atoll("run", file)
+    assert code == 2
+    assert error.count("\n") == 1
+    assert all(part in error for part in (str(file), *said)), error
+
+
+def test_a_missing_file_is_refused_by_its_name(atoll):
+    code, _, error = atoll("run", "no.toml")
+    assert (code, "no.toml" in error) == (2, True)
+
+
+def test_every_setting_of_every_recipe_rule_and_engine_is_explained():
+    runs = [setting for name in recipes.ALL for setting in describe(recipes.recipe(name))]
+    engines = [setting for spec in SPECS.values() for setting in describe(spec())]
+    assert [setting.path for setting in [*runs, *engines] if not setting.about] == []
+    unexplained = [
+        (kind.__name__, name)
+        for kinds in candidates.values()
+        for kind in kinds
+        for name in settable(kind)
+        if name not in explanations(kind)
+    ]
+    assert unexplained == []
+
+
+def test_show_explains_each_setting_in_its_line(atoll):
+    lines = atoll("show", "demo-diloco")[1].splitlines()
+    assert any(line.split()[:1] == ["train.batch_size"] and "sequences (or points) per inner step" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("atoll ru", "run"), ("atoll run demo-dil", "demo-diloco"), ("atoll run demo-diloco --set train.st", "train.steps=")],
+)
+def test_a_shell_completes_commands_recipes_and_settings(typed, offered):
+    environment = {"_ATOLL_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    command = [sys.executable, "-c", "from atoll.cli.main import app; app(prog_name='atoll')"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert offered in done.stdout.split(), done
+
+
+def test_a_hidden_command_is_not_suggested(atoll):
+    code, _, error = atoll("islnd")
+    assert code == 2
+    assert "island" not in error
+    assert "Did you mean 'recipes'" in atoll("recipe")[2]
