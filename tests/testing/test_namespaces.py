@@ -78,7 +78,7 @@ def test_a_cut_link_carries_nothing_until_it_is_restored():
 
 
 @as_root
-def test_in_a_star_all_reach_each_other_except_over_a_cut_link():
+def test_in_a_star_all_reach_each_other_except_over_a_cut_link_and_between_a_separated_pair():
     with namespaces.star_network(["a", "b", "c"]) as ends:
         a, b, c = (own for own, _ in ends.values())
         link = namespaces.ShapedLink(ends["a"])
@@ -87,7 +87,17 @@ def test_in_a_star_all_reach_each_other_except_over_a_cut_link():
         found += [reaches(b, a), reaches(b, c)]
         link.restore()
         found.append(reaches(b, a))
-    assert found == [True, False, True, True]
+        link.cut(one_way=True)
+        found += [reaches(a, b), reaches(b, c)]
+        link.restore()
+        other = namespaces.ShapedLink(ends["b"])
+        for apart in (True, False):
+            link.separate(other, apart=apart)
+            found += [reaches(a, b), reaches(a, c)]
+        neighbours = namespaces._do(f"ip -n {a.name} neigh show").splitlines()
+    assert len(neighbours) == 2
+    assert all(entry.endswith("PERMANENT ") for entry in neighbours)  # others share one table of the kernel, which overflows
+    assert found == [True, False, True, True, False, True, False, True, True, True]
     assert not {end.name for pair in ends.values() for end in pair} & made()
 
 
@@ -112,6 +122,8 @@ def test_a_thread_and_its_processes_enter_a_namespace_and_leave_it():
 @as_root
 @pytest.mark.skipif(namespaces._found("nft") is None, reason="nft cannot be found: install nftables")
 def test_a_site_behind_nat_reaches_the_public_machine_and_is_not_reached_by_it():
-    with namespaces.site_behind_nat() as (public, site):
+    with namespaces.site_behind_nat() as (public, other, site):
         assert reaches(site, public)
+        assert reaches(site, other)
+        assert reaches(public, other)
         assert not reaches(public, site)

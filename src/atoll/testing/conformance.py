@@ -155,12 +155,13 @@ def check_bytes_do_not_depend_on_values(algorithm: Algorithm[Any]) -> None:
 
 
 def check_survives_losses(algorithm: Algorithm[Any]) -> None:
-    """The run ends although messages are lost and islands leave and join."""
+    """The run ends although messages are lost and islands leave and join, and no exchange ends before it starts."""
     done = simulate(algorithm, steps=_steps(algorithm, 6), cluster=_faulty_cluster())
     steps, free = _steps(algorithm, 6), getattr(algorithm, "batch", "fixed") == "free"
     # A run of free batches ends with the update that reaches its samples.
     assert done.finished.steps >= steps if free else done.finished.steps == steps
     assert any(event.donor is not None for event in done.of(IslandJoined))
+    assert all(event.end_s >= event.start_s for event in done.of(Exchanged))
 
 
 def check_losing_all_messages_changes_nothing(algorithm: Algorithm[Any]) -> None:

@@ -10,14 +10,13 @@ tensor([1., 1., 1.])
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from atoll.core.flat_tree import Tree
-from atoll.core.layout import Layout
 from atoll.core.protocols import Algorithm, Encoding, Gradient, Mean, Scattered, Task, Weigh, Work
 from atoll.engines.simulator.collectives import encoded_mean, ordered_sum, weighted_mean
 
@@ -26,31 +25,32 @@ T = TypeVar("T")
 
 
 class FakeReplica:
-    """A model in which each step adds `moves_by` to every weight, and every gradient is -`moves_by`."""
+    """A model in which each step reads `tokens` and adds `moves_by` to every weight, and every gradient is -`moves_by`."""
 
-    def __init__(self, moves_by: float = -1.0) -> None:
-        self.moves_by = moves_by
+    def __init__(self, moves_by: float = -1.0, tokens: int = 1) -> None:
+        self.moves_by, self.tokens = moves_by, tokens  # of each step
         self.trained: list[tuple[int, Work]] = []
         self._params: Tree | None = None
 
     def load(self, params: Tree) -> None:
         held = self._params
         part = held is not None and held.layout.offsets.keys() >= params.layout.offsets.keys() and held.numel > params.numel
-        self._params = held.copy().paste_(params) if held is not None and part else params.copy()
+        self._params = held.overlaid(params) if held is not None and part else params.copy()
 
     def params(self) -> Tree:
         assert self._params is not None, "load() comes first"
         return self._params.copy()
 
-    def moments(self) -> list[Tree]:
-        return []
+    def moments(self) -> dict[str, Tree]:
+        return {}
 
-    def load_moments(self, moments: Sequence[Tree]) -> None:
+    def load_moments(self, moments: Mapping[str, Tree]) -> None:
         assert not moments, "a FakeReplica has no moments"
 
-    async def train(self, steps: int, work: Work) -> None:
+    async def train(self, steps: int, work: Work) -> int:
         self.trained.append((steps, work))
         self._params = self.params() + steps * self.moves_by
+        return steps * self.tokens
 
     async def gradient(
         self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
@@ -60,12 +60,6 @@ class FakeReplica:
         self.trained.append((1, work))
         gradient = self.params().zeros() - self.moves_by
         return Gradient(gradient + onto.sum, 1 + onto.weight, 1 + onto.tokens) if onto else Gradient(gradient, 1.0, 1)
-
-
-def _pieces(tree: Tree, layout: Layout) -> Tree:
-    """The pieces of a whole tree that are in this layout."""
-    begins = [(tree.layout.offsets[piece.name] + piece.start, piece.count) for piece in layout.pieces]
-    return tree.select([(start, start + count) for start, count in begins])
 
 
 class ScriptedPeers:
@@ -92,7 +86,7 @@ class ScriptedPeers:
     async def mean(self, tree: Tree, weight: float = 1.0, *, compare: bool = False, encoding: Encoding | None = None) -> Mean:
         self.sent.append(tree.claim())
         self.weights.append(weight)
-        others = [one if one.layout == tree.layout else _pieces(one, self.sent[-1].layout) for one in self._others]
+        others = [one.part(self.sent[-1].layout) for one in self._others]
         trees, weights = [self.sent[-1], *others], [weight, *self._their_weights]
         if not self._heard:
             trees, weights = trees[1:], weights[1:]

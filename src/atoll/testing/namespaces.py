@@ -25,6 +25,8 @@ QUEUE_BYTES = 16_000_000
 """Length of a shaper's queue: more than TCP has in flight, so the shaper drops nothing. If it did, TCP's back-off would set the
 rate."""
 _PREFIX = "atoll"
+_NOBODY = "02:00:00:00:00:99"
+"""A hardware address that no end has."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,14 @@ class NetworkNamespace:
         self.shape(None)
         _do(f"tc -n {self.name} qdisc add dev {self.device} root pfifo limit 0")
 
+    @property
+    def hardware_address(self) -> str:
+        """Of this end, made from its address."""
+        return ":".join(["02", "00", *(f"{int(part):02x}" for part in self.address.split("."))])
+
     def bring_up(self) -> None:
-        """Assigns the address and brings the devices up."""
+        """Assigns the addresses and brings the devices up."""
+        _do(f"ip -n {self.name} link set {self.device} address {self.hardware_address}")
         _do(f"ip -n {self.name} address add {self.address}/16 dev {self.device}")
         for device in ("lo", self.device):
             _do(f"ip -n {self.name} link set {device} up")
@@ -79,9 +87,18 @@ class ShapedLink:
         self._ends = tuple(ends)
         self.restore()
 
-    def cut(self) -> None:
-        for end in self._ends:
-            end.drop_packets()
+    def cut(self, *, one_way: bool = False) -> None:
+        """Drop all packets; one way: only those that the first end sends."""
+        self._ends[0].drop_packets()
+        for end in self._ends[1:]:
+            end.shape(None) if one_way else end.drop_packets()
+
+    def separate(self, other: ShapedLink, *, apart: bool) -> None:
+        """Whether packets between the first end of this link and that of another are lost: they go to a machine that does not
+        exist."""
+        for here, there in ((self._ends[0], other._ends[0]), (other._ends[0], self._ends[0])):
+            hardware_address = _NOBODY if apart else there.hardware_address
+            _do(f"ip -n {here.name} neigh replace {there.address} dev {here.device} lladdr {hardware_address} nud permanent")
 
     def shape(self, mbit_per_s: float | None) -> None:
         for end in self._ends:
@@ -141,23 +158,38 @@ def star_network(names: Sequence[str]) -> Iterator[dict[str, tuple[NetworkNamesp
             _link(own, far)
             _do(f"ip -n {center} link set {far.device} master {bridge} up")
             own.bring_up()
+        _add_neighbours([own for own, _ in links.values()])
         yield links
 
 
+def _add_neighbours(ends: Sequence[NetworkNamespace]) -> None:
+    """Enter the hardware addresses of all others at every end. All namespaces share the kernel's table of resolved addresses, which
+    is too small for 32 of them, where each of 32 machines has a table of its own. Permanent entries do not count."""
+    for end in ends:
+        others = [other for other in ends if other is not end]
+        lines = [f"neigh replace {o.address} dev {end.device} lladdr {o.hardware_address} nud permanent\n" for o in others]
+        _do(f"ip -n {end.name} -batch -", given="".join(lines))
+
+
 @contextmanager
-def site_behind_nat() -> Iterator[tuple[NetworkNamespace, NetworkNamespace]]:
-    """A public machine at 203.0.113.5, and a site at 192.168.7.2 behind a router that translates its addresses and admits no
-    connection from outside. They are removed at the end, also on SIGTERM and SIGHUP. Needs `nft` and `sysctl`."""
-    ends = [f"{_PREFIX}-{os.getpid()}-{end}" for end in ("public", "router", "site")]
-    public, site = NetworkNamespace(ends[0], "isle0", "203.0.113.5"), NetworkNamespace(ends[2], "isle1", "192.168.7.2")
-    outside, inside = NetworkNamespace(ends[1], "outside", "203.0.113.9"), NetworkNamespace(ends[1], "inside", "192.168.7.1")
+def site_behind_nat() -> Iterator[tuple[NetworkNamespace, NetworkNamespace, NetworkNamespace]]:
+    """Two public machines at 203.0.113.5 and 203.0.113.6, and a site at 192.168.7.2 behind a router that translates its addresses
+    and admits no connection from outside. They are removed at the end, also on SIGTERM and SIGHUP. Needs `nft` and `sysctl`."""
+    ends = [f"{_PREFIX}-{os.getpid()}-{end}" for end in ("public0", "public1", "router", "site")]
+    router, site = ends[2], NetworkNamespace(ends[3], "isle2", "192.168.7.2")
+    publics = [NetworkNamespace(end, f"isle{number}", f"203.0.113.{5 + number}") for number, end in enumerate(ends[:2])]
+    outside, inside = NetworkNamespace(router, "outside", "203.0.113.9"), NetworkNamespace(router, "inside", "192.168.7.1")
     with _namespaces(ends):
-        for one, two in ((public, outside), (site, inside)):
-            _link(one, two)
-            one.bring_up()
-            two.bring_up()
+        _do(f"ip -n {router} link add {outside.device} type bridge")
+        for number, public in enumerate(publics):
+            port = NetworkNamespace(router, f"port{number}", "")
+            _link(public, port)
+            _do(f"ip -n {router} link set {port.device} master {outside.device} up")
+        _link(site, inside)
+        for end in (*publics, outside, site, inside):
+            end.bring_up()
         _do(f"ip -n {site.name} route add default via {inside.address}")
-        _do(f"ip netns exec {ends[1]} {_tool('sysctl')} -q -w net.ipv4.ip_forward=1")
+        _do(f"ip netns exec {router} {_tool('sysctl')} -q -w net.ipv4.ip_forward=1")
         for rule in (
             "add table ip nat",
             "add chain ip nat out { type nat hook postrouting priority 100 ; }",
@@ -165,10 +197,11 @@ def site_behind_nat() -> Iterator[tuple[NetworkNamespace, NetworkNamespace]]:
             "add table ip filter",
             "add chain ip filter forward { type filter hook forward priority 0 ; policy drop ; }",
             "add rule ip filter forward iifname inside accept",
+            "add rule ip filter forward iifname outside oifname outside accept",  # a kernel may filter what a bridge forwards
             "add rule ip filter forward ct state established,related accept",
         ):
-            _do(f"ip netns exec {ends[1]} {_tool('nft')} {rule}")
-        yield public, site
+            _do(f"ip netns exec {router} {_tool('nft')} {rule}")
+        yield publics[0], publics[1], site
 
 
 @contextmanager
@@ -254,10 +287,10 @@ def _ending_by_exception() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _do(command: str, *, may_fail: bool = False) -> str:
-    """The output of a command whose arguments have no spaces."""
+def _do(command: str, *, may_fail: bool = False, given: str = "") -> str:
+    """The output of a command whose arguments have no spaces. It reads `given` from its standard input."""
     tool, *arguments = command.split()
-    done = subprocess.run([_tool(tool), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([_tool(tool), *arguments], input=given, capture_output=True, text=True, check=False)
     if done.returncode and not may_fail:
         raise ConfigError(
             f"`{command}` failed: {done.stderr.strip()}. Network namespaces need root, and a kernel with support for them."

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from atoll.core.optional_imports import require
+from atoll.data.tokenizer import ByteTokenizer, huggingface_files
 from atoll.models.pretrained import silent_transformers
 
 SUMS = tuple({"prompt": f"{a}+{b}=", "completion": f"{a + b}" + "!" * (a % 4)} for a in range(8) for b in range(8))
@@ -41,15 +42,9 @@ def save_tiny_model(folder: str | Path, *, dropout: float = 0.0, positions: int 
 
 
 def save_byte_tokenizer(folder: str | Path) -> None:
-    """Write a tokenizer with an id for each byte and one for the end of a text, `<|endoftext|>`."""
-    tokenizers = require("tokenizers", extra="hf", purpose="BPE tokenizers")
-    transformers = require("transformers", extra="hf", purpose="pretrained models")
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    """Write the byte tokenizer: an id for each byte and one for the end of a text, `<|endoftext|>`."""
+    for name, content in huggingface_files(ByteTokenizer(), 1 << 20).items():
+        (Path(folder) / name).write_text(json.dumps(content))
 
 
 def write_jsonl(path: str | Path, records: Sequence[Mapping[str, object]]) -> Path:

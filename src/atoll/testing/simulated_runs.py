@@ -117,6 +117,7 @@ def simulator(
     params: Tree | None = None,
     clip_norm: float | None = None,
     fresh_optimizer: bool = False,
+    gives_moments: bool = False,
     seed: int = 0,
     evaluate_every: int = 1,
     save_every: int | None = None,
@@ -147,6 +148,7 @@ def simulator(
         seed=seed,
         evaluate_every=evaluate_every,
         save_every=save_every,
+        gives_moments=gives_moments,
     )
     if isinstance(algorithm, AsyncAlgorithm):
         return AsyncSimEngine(algorithm, setup), sink

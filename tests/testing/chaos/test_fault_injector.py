@@ -11,7 +11,7 @@ import pytest
 
 from atoll.core.events import Attended
 from atoll.testing.chaos.fault_injector import FaultInjector
-from atoll.testing.chaos.faults import Cut, FaultScript, Freeze, FullDisk, Kill, Slow, TimedFault
+from atoll.testing.chaos.faults import Cut, CutOneWay, CutPair, FaultScript, Freeze, FullDisk, Kill, Slow, TimedFault
 
 FIRST = Attended(round=1, known=1, alive=1, participating=1, attempts=1, epoch=2, digest="0", virtual_time_s=None, wall_time_s=9.0)
 
@@ -125,8 +125,11 @@ class RecordingLink:
     def __init__(self):
         self.done = []
 
-    def cut(self):
-        self.done.append("cut")
+    def cut(self, *, one_way=False):
+        self.done.append("cut one way" if one_way else "cut")
+
+    def separate(self, other, *, apart):
+        self.done.append((other, apart))
 
     def shape(self, mbit_per_s):
         self.done.append(mbit_per_s)
@@ -158,6 +161,30 @@ def test_a_cut_link_stays_cut_when_a_shorter_fault_ends(tmp_path):
     for now_s in range(101, 125):
         injector.step(float(now_s), {})
     assert link.done == ["cut"] * 4 + [5.0, "restored"]
+
+
+def test_a_link_is_cut_in_one_direction_while_no_fault_cuts_both(tmp_path):
+    link = RecordingLink()
+    faults = [
+        TimedFault(at_s=1.0, fault=CutOneWay(link="l", for_s=4.0)),
+        TimedFault(at_s=2.0, fault=Cut(link="l", for_s=1.0)),
+    ]
+    injector = started_injector(tmp_path, *faults, links={"l": link})
+    for now_s in range(101, 106):
+        injector.step(float(now_s), {})
+    assert link.done == ["cut one way", "cut", "cut one way", "restored"]
+
+
+def test_a_pair_stays_apart_until_its_last_fault_ends(tmp_path):
+    one, other = RecordingLink(), RecordingLink()
+    faults = [
+        TimedFault(at_s=1.0, fault=CutPair(link="a", other="b", for_s=1.0)),
+        TimedFault(at_s=1.5, fault=CutPair(link="b", other="a", for_s=2.0)),
+    ]
+    injector = started_injector(tmp_path, *faults, links={"a": one, "b": other})
+    for now_s in (101.0, 101.5, 102.0, 103.5):
+        injector.step(now_s, {})
+    assert (one.done, other.done) == ([(other, True), (other, True), (other, True), (other, False)], [])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prlimit needs Linux")

@@ -6,10 +6,13 @@ from atoll.core.errors import ConfigError
 from atoll.testing.chaos.faults import (
     LIGHTHOUSE,
     Cut,
+    CutOneWay,
+    CutPair,
     FaultScript,
     Freeze,
     FullDisk,
     Kill,
+    LinkFault,
     Slow,
     TimedFault,
     UpdateFault,
@@ -41,18 +44,22 @@ def test_all_victims_and_kinds_are_drawn():
 
 
 def test_process_faults_draw_victims_and_link_faults_draw_links():
-    kinds = (Kill, Freeze, FullDisk, Cut, Slow)
+    kinds = (Kill, Freeze, FullDisk, Cut, CutOneWay, CutPair, Slow)
     faults = [
-        one.fault for one in random_faults(seed=0, victims=NAMES, links=["link"], every_s=1.0, until_s=60.0, kinds=kinds, for_s=3.0)
+        one.fault
+        for one in random_faults(seed=0, victims=NAMES, links=["link", "line"], every_s=1.0, until_s=60.0, kinds=kinds, for_s=3.0)
     ]
     assert {type(fault) for fault in faults} == set(kinds)
-    assert {fault.link for fault in faults if isinstance(fault, Cut | Slow)} == {"link"}
+    assert {fault.link for fault in faults if isinstance(fault, LinkFault)} == {"link", "line"}
+    assert all(fault.link != fault.other for fault in faults if isinstance(fault, CutPair))
     assert {fault.for_s for fault in faults if not isinstance(fault, Kill)} == {3.0}
 
 
 def test_kinds_without_targets_are_refused():
     with pytest.raises(ConfigError, match=r"Cut.*need links"):
         random_faults(seed=0, victims=NAMES, every_s=20.0, until_s=60.0, kinds=(Cut,))
+    with pytest.raises(ConfigError, match=r"CutPair needs two"):
+        random_faults(seed=0, links=["link"], every_s=20.0, until_s=60.0, kinds=(CutPair,))
     with pytest.raises(ConfigError, match="other kinds victims"):
         random_faults(seed=0, links=["link"], every_s=20.0, until_s=60.0)
 
@@ -92,6 +99,8 @@ def test_a_script_survives_a_round_trip_through_json():
         TimedFault(at_s=3.0, fault=FullDisk(victim="island-0000", file_bytes=10, for_s=5.0)),
         TimedFault(at_s=4.0, fault=Cut(link="link", for_s=5.0)),
         TimedFault(at_s=5.0, fault=Slow(link="link", mbit_per_s=1.0, for_s=5.0)),
+        TimedFault(at_s=6.0, fault=CutOneWay(link="link", for_s=5.0)),
+        TimedFault(at_s=7.0, fault=CutPair(link="link", other="line", for_s=5.0)),
     )
     script = FaultScript(faults=faults, update_faults=(UpdateFault(island="island-0001", round=3, kind="corrupt_mean"),))
     assert FaultScript.from_text(script.to_text()) == script

@@ -8,7 +8,7 @@ import torch
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Mean
-from atoll.engines.elastic.membership import Quorum
+from atoll.engines.elastic.quorum import Quorum
 from atoll.testing.chaos.faults import UpdateFault
 from atoll.testing.chaos.update_faults import UpdateCorrupter
 

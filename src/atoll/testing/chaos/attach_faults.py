@@ -39,7 +39,8 @@ class RunFaults:
         reason = unavailable_reason() if self.script.links else None
         if reason is not None:
             raise ConfigError(
-                f"a fault script has link faults, which need network namespaces, and {reason}. Leave out Cut and Slow, or run it "
+                f"a fault script has link faults, which need network namespaces, and {reason}. Leave out Cut, "
+                f"CutOneWay, CutPair and Slow, or run it "
                 f"where namespaces can be created."
             )
 

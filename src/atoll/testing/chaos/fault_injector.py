@@ -18,7 +18,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.core.events import Arrived, Attended, Event
-from atoll.testing.chaos.faults import Cut, ExternalFault, FaultScript, Freeze, FullDisk, Kill, Slow, fault_record
+from atoll.testing.chaos.faults import (
+    Cut,
+    CutOneWay,
+    CutPair,
+    ExternalFault,
+    FaultScript,
+    Freeze,
+    FullDisk,
+    Kill,
+    LinkFault,
+    Slow,
+    fault_record,
+)
 from atoll.testing.namespaces import ShapedLink
 
 
@@ -32,7 +44,7 @@ class TargetProcess(Protocol):
         """Its exit code; None while it runs."""
 
 
-LastingFault = Freeze | FullDisk | Cut | Slow
+LastingFault = Freeze | FullDisk | LinkFault
 Apply = Callable[[Sequence[LastingFault]], bool]
 """Brings a target into the state that these active faults cause. False if the target no longer exists."""
 _Target = tuple[list[LastingFault], Apply]
@@ -78,10 +90,15 @@ class FaultInjector:
             self._revert(*heapq.heappop(self._active)[2:])
 
     def _inject(self, fault: ExternalFault, processes: Mapping[str, TargetProcess]) -> None:
-        if isinstance(fault, Cut | Slow):
+        if isinstance(fault, LinkFault):
             self._log("injected", fault_record(fault))
             link = self._links[fault.link]
-            self._begin(fault, None, fault.link, lambda faults: _apply_to_link(link, faults))
+            if isinstance(fault, CutPair):
+                other = self._links[fault.other]
+                pair = frozenset((fault.link, fault.other))
+                self._begin(fault, CutPair, pair, lambda faults: _apply_to_pair(link, other, faults))
+            else:
+                self._begin(fault, None, fault.link, lambda faults: _apply_to_link(link, faults))
             return
         process = processes.get(fault.victim)
         if process is None or process.poll() is not None:
@@ -118,14 +135,20 @@ class FaultInjector:
 
 
 def _apply_to_link(link: ShapedLink, faults: Sequence[LastingFault]) -> bool:
-    """Cut if any active fault is a Cut, else shaped to the lowest rate."""
+    """Cut if any active fault is a Cut, else cut in one direction, else shaped to the lowest rate."""
     rates = [fault.mbit_per_s for fault in faults if isinstance(fault, Slow)]
-    if any(isinstance(fault, Cut) for fault in faults):
-        link.cut()
+    cuts = [fault for fault in faults if isinstance(fault, Cut | CutOneWay)]
+    if cuts:
+        link.cut(one_way=all(isinstance(fault, CutOneWay) for fault in cuts))
     elif rates:
         link.shape(min(rates))
     else:
         link.restore()
+    return True
+
+
+def _apply_to_pair(link: ShapedLink, other: ShapedLink, faults: Sequence[LastingFault]) -> bool:
+    link.separate(other, apart=bool(faults))
     return True
 
 

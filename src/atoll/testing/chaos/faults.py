@@ -64,6 +64,23 @@ class Cut(_ValidatedFields):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CutOneWay(_ValidatedFields):
+    """A link drops every packet that its process sends for `for_s` seconds; the process still receives."""
+
+    link: str
+    for_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutPair(_ValidatedFields):
+    """Two processes do not reach each other for `for_s` seconds, while each reaches all others. Neither gets an error."""
+
+    link: str
+    other: str
+    for_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Slow(_ValidatedFields):
     """A link is shaped to `mbit_per_s` in each direction for `for_s` seconds."""
 
@@ -72,9 +89,10 @@ class Slow(_ValidatedFields):
     for_s: float
 
 
-ExternalFault = Kill | Freeze | FullDisk | Cut | Slow
+LinkFault = Cut | CutOneWay | CutPair | Slow
+ExternalFault = Kill | Freeze | FullDisk | LinkFault
 """A fault that is injected into a process or a link from outside."""
-_FAULTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
+FAULTS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(ExternalFault)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +136,8 @@ class FaultScript:
     @property
     def links(self) -> set[str]:
         """Names of all links that the script hits."""
-        return {one.fault.link for one in self.faults if isinstance(one.fault, Cut | Slow)}
+        faults = [one.fault for one in self.faults if isinstance(one.fault, LinkFault)]
+        return {fault.link for fault in faults} | {fault.other for fault in faults if isinstance(fault, CutPair)}
 
     def check_names(self, processes: Sequence[str]) -> None:
         """Refuse faults of processes that the run does not start. Links are named after the processes that they connect."""
@@ -162,11 +181,11 @@ def fault_record(fault: ExternalFault) -> dict[str, Any]:
 
 def _timed_fault(record: Mapping[str, Any]) -> TimedFault:
     kind = str(record.get("fault"))
-    if kind not in _FAULTS:
-        raise ConfigError(f"fault={kind}: it must be one of {', '.join(_FAULTS)}. Give one of these.")
+    if kind not in FAULTS:
+        raise ConfigError(f"fault={kind}: it must be one of {', '.join(FAULTS)}. Give one of these.")
     if "at_s" not in record:
         raise ConfigError(f"a {kind} has no at_s: seconds after the first commit. Give its time.")
-    fault = _record(_FAULTS[kind], {key: value for key, value in record.items() if key not in ("at_s", "fault")})
+    fault = _record(FAULTS[kind], {key: value for key, value in record.items() if key not in ("at_s", "fault")})
     return TimedFault(at_s=record["at_s"], fault=fault)
 
 
@@ -190,11 +209,11 @@ def random_faults(
     """Draws one fault for each multiple of `every_s` below `until_s`, uniformly from `kinds` and from the names of processes in
     `victims` or of links in `links`. The same seed draws the same faults. Every fault but Kill lasts `for_s` seconds; a
     FullDisk allows files of 1 byte, and a Slow link 1 Mbit/s."""
-    where = [links if kind in (Cut, Slow) else victims for kind in kinds]
-    if not where or not all(where) or not every_s > 0:
+    where = [links if kind in get_args(LinkFault) else victims for kind in kinds]
+    if not where or not all(where) or not every_s > 0 or (CutPair in kinds and len(links) < 2):
         raise ConfigError(
             f"kinds={[kind.__name__ for kind in kinds]}, victims={list(victims)}, links={list(links)}, every_s={every_s}: give at "
-            f"least one kind, and every_s above 0. Cut and Slow need links, and the other kinds victims."
+            f"least one kind, and every_s above 0. Cut and Slow need links, CutPair needs two, and the other kinds victims."
         )
     random_state = random.Random(f"chaos {seed}")
 
@@ -202,7 +221,9 @@ def random_faults(
         victim, kind = random_state.choice(victims) if victims else "", random_state.choice(kinds)
         link = random_state.choice(links) if links else ""
         values = {"victim": victim, "link": link, "for_s": for_s, "file_bytes": 1, "mbit_per_s": 1.0}
-        drawn: ExternalFault = _FAULTS[kind.__name__](**{field.name: values[field.name] for field in fields(kind)})
+        if kind is CutPair:
+            values["other"] = random_state.choice([one for one in links if one != link])
+        drawn: ExternalFault = FAULTS[kind.__name__](**{field.name: values[field.name] for field in fields(kind)})
         return drawn
 
     times = [every_s * number for number in range(1, max(1, -int(-until_s // every_s)))]

@@ -65,7 +65,7 @@ def check_ray_script(script: FaultScript, workers: int) -> None:
     if script.links:
         raise ConfigError(
             f"a fault script names the links {', '.join(sorted(script.links))}; a run on Ray has none, since Ray connects its "
-            f"processes. It takes {allowed}. Leave out Cut and Slow."
+            f"processes. It takes {allowed}. Leave out Cut, CutOneWay, CutPair and Slow."
         )
     script.check_names(names)
 

@@ -27,7 +27,7 @@ _WITH_WORK = "with work of its own"
 class _FaultReport:
     """Common to both reports."""
 
-    injected: Mapping[str, int]  # faults, by kind
+    injected: Mapping[str, int]  # faults, by kind; those of the lighthouse apart
     skipped: tuple[str, ...]  # faults, with the reasons
     loss: float | None  # of the last evaluation
 
@@ -42,12 +42,16 @@ def _read_actions(folder: Path) -> list[dict[str, Any]]:
     return list(map(json.loads, log.read_text("utf-8").splitlines())) if log.exists() else []
 
 
+def _kind(fault: Mapping[str, Any]) -> str:
+    return f"{fault['fault']}{' of the lighthouse' if fault.get('victim') == LIGHTHOUSE else ''}"
+
+
 def _common_fields(folder: Path) -> dict[str, Any]:
     actions = _read_actions(folder)
     skipped = [action["skipped"] for action in actions if "skipped" in action]
     losses = [event.loss for event in read_kind(folder, ev.Evaluated)]
     return {
-        "injected": dict(Counter(str(action["injected"]["fault"]) for action in actions if "injected" in action)),
+        "injected": dict(Counter(_kind(action["injected"]) for action in actions if "injected" in action)),
         "skipped": tuple(f"{one['fault']} of {one['victim']} ({one['why']} on this machine)" for one in skipped),
         "loss": losses[-1] if losses else None,
     }

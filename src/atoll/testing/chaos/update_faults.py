@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.flat_tree import Tree
-from atoll.core.protocols import Algorithm, Peers, Replica
+from atoll.core.protocols import Algorithm, Codec, Encoding, Peers, Replica
 from atoll.engines.elastic.island import Interpose
 from atoll.engines.elastic.membership import Membership
 from atoll.engines.elastic.snapshot_server import IslandStatus
@@ -32,14 +32,17 @@ class UpdateCorrupter:
     ) -> None:
         self._pending = [fault for fault in faults if fault.island == island]
         self._current_round, self._log = current_round, log
+        self.codec: Codec | None = None
         self.numel = 0
-        """Of the last averaged tree."""
+        """How the last averaged tree was encoded, and its size."""
 
     def algorithm(self, algorithm: Algorithm[Any]) -> Algorithm[Any]:
         """The algorithm with peers that average a corrupted tree."""
 
         async def round(state: Any, replica: Replica, peers: Peers) -> Any:
             async def mean(tree: Tree, weight: float = 1.0, **how: Any) -> Any:
+                encoding: Encoding | None = how.get("encoding")
+                self.codec = encoding.codec if encoding is not None else None
                 return await peers.mean(self.corrupt(tree), weight, **how)
 
             corrupted: Any = _Wrapper(peers, mean=mean)
@@ -62,6 +65,11 @@ class UpdateCorrupter:
                 self._log(f"chaos: {fault.kind} in round {fault.round}")
                 return fault.kind
         return None
+
+    def slice_length(self, size: int) -> int:
+        """The largest number of elements that an island sends another one of its own tree."""
+        numel = self.numel if self.codec is not None and self.codec.gathers else -(-self.numel // size)
+        return numel if self.codec is None else self.codec.nbytes(numel)
 
     def corrupt(self, tree: Tree) -> Tree:
         """The tree that this island averages instead of its own."""
@@ -98,8 +106,8 @@ class _Wrapper:
 
 
 class _CorruptedGroup(_Wrapper):
-    """A process group that flips one bit of a message when a fault is due. Payload is single or half precision; control messages
-    are double precision, or text."""
+    """A process group that flips one bit of a message when a fault is due. Payload is single or half precision, or encoded; control
+    messages are double precision, or text."""
 
     def __init__(self, group: Any, corrupter: UpdateCorrupter) -> None:
         super().__init__(group)
@@ -123,11 +131,11 @@ class _CorruptedGroup(_Wrapper):
         """What is sent in place of this tensor."""
         if tensor.dtype == torch.float64:
             return self._control_message(tensor, rank)
-        if tensor.dtype == torch.uint8 or not tensor.numel():
+        if (tensor.dtype == torch.uint8 and self._corrupter.codec is None) or not tensor.numel():
             return tensor
         sent = self._sent_numel[rank] = self._sent_numel.get(rank, 0) + tensor.numel()
         # The island first sends each rank its slice of the delta; what it sends to that rank beyond the slice is the mean.
-        phase = "mean" if sent > -(-self._corrupter.numel // self._wrapped.size()) else "delta"
+        phase = "mean" if sent > self._corrupter.slice_length(self._wrapped.size()) else "delta"
         kind = self._corrupter.take(f"corrupt_{phase}", f"kill_in_{phase}")
         if kind == f"kill_in_{phase}":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -143,6 +151,6 @@ class _CorruptedGroup(_Wrapper):
 def _flip_bit(tensor: Tensor, bit: int = 0) -> Tensor:
     """A copy with one bit of its first number flipped."""
     copy = tensor.clone()
-    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[copy.element_size()]
     copy.view(-1).view(width)[0] ^= 1 << bit
     return copy
