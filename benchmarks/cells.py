@@ -124,9 +124,23 @@ KEY_VERSION = 2
 """Cells without a version are of records up to 2026-11-17, whose settings do not name the demo's workload."""
 
 
-def key_of(run: Run) -> str:
-    """A digest of all settings of a Run. It does not depend on the modules in which types are defined."""
-    return blake2b(json.dumps(_short_types(to_json(run)), sort_keys=True).encode(), digest_size=12).hexdigest()
+_PREPARED = "prepared:"
+
+
+def key_of(run: Run, texts: Mapping[str, str] | None = None) -> str:
+    """A digest of all settings of a Run. It does not depend on the modules in which types are defined, nor on the folder of a
+    prepared text whose identity is in `texts`."""
+    settings = _short_types(to_json(run))
+    folder = _text_folder(run)
+    if folder is not None and texts is not None and folder in texts:
+        settings["data"]["corpus"] = f"{_PREPARED}{texts[folder]}"
+    return blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _text_folder(run: Run) -> str | None:
+    """The folder of the prepared text that a Run reads; None if it reads none."""
+    corpus = getattr(run.data, "corpus", None)
+    return corpus.removeprefix(_PREPARED) if isinstance(corpus, str) and corpus.startswith(_PREPARED) else None
 
 
 def _short_types(node: Any) -> Any:
@@ -137,7 +151,8 @@ def _short_types(node: Any) -> Any:
 
 def cells_by_key(record: Record) -> dict[str, dict[str, Any]]:
     """All cells of a record that are runs, by the key that their Run has now. A cell is found by its recipe, settings and seed:
-    a field that an algorithm has gained since, at its default, does not lose it."""
+    a field that an algorithm has gained since, at its default, does not lose it. A cell's `texts` are the identities of the
+    prepared texts that its settings name."""
     cells = {}
     for cell in record.cells:
         if "settings" not in cell:
@@ -146,7 +161,8 @@ def cells_by_key(record: Record) -> dict[str, dict[str, Any]]:
         if "key_version" not in cell and cell["recipe"].startswith("demo-"):
             base = FIRST_TWO_LEVEL if cell["recipe"] == "demo-two-level" else FIRST_DEMO
         try:
-            cells[key_of(Row(recipe=cell["recipe"], base=base, settings=tuple(cell["settings"])).run(cell["seed"]))] = cell
+            run = Row(recipe=cell["recipe"], base=base, settings=tuple(cell["settings"])).run(cell["seed"])
+            cells[key_of(run, cell.get("texts"))] = cell
         except ConfigError:  # a setting that no longer exists
             continue
     return cells
@@ -165,6 +181,7 @@ def run_rows(
     until_s: float | None = None,
     can_run: Callable[[Run], bool] = lambda run: True,
     warm: Path | None = None,
+    listed: dict[str, str] | None = None,
 ) -> dict[K, Outcome]:
     """Runs the cells that the record does not hold. All settings are resolved before the first cell runs.
 
@@ -180,18 +197,23 @@ def run_rows(
         until_s: start no cell after this time of the monotonic clock. Rows then have the seeds that finished.
         can_run: whether this machine can run a Run; other cells stay missing.
         warm: a folder for warm starts that processes and later commands share, since two on a GPU never have the same bits.
+        listed: if given, no cell runs: the missing ones are added to it in their order, by key, with their names.
     """
     seeds_of = seeds if isinstance(seeds, Mapping) else dict.fromkeys(rows, seeds)
     every = list(dict.fromkeys(seed for label in rows for seed in seeds_of[label]))
     runs = {(label, seed): rows[label].run(seed) for seed in every for label in rows if seed in seeds_of[label]}
-    keys = {at: key_of(run) for at, run in runs.items()}
+    keys = {at: key_of(run, record.texts) for at, run in runs.items()}
     cells, missing = cells_by_key(record), dict[str, tuple[Row, int]]()
     for (label, seed), key in keys.items():
         if key not in cells and can_run(runs[label, seed]):
             missing.setdefault(key, (rows[label], seed))
+    if listed is not None:
+        for key, (row, seed) in missing.items():
+            listed.setdefault(key, f"{title}: {_name(row, seed)}")
+        missing = {}
     work = {key: row.run(seed) for key, (row, seed) in missing.items()}
     with CellProgress(title, len(missing), quiet=quiet) as progress:
-        if len(missing) < len(runs):
+        if len(missing) < len(runs) and listed is None:
             progress.log(f"{len(missing)} cells to run; the record has the others, or rows share them")
         if processes == 1:
             done = _in_this_process(work, missing, progress, until_s, Cache(warm))
@@ -201,7 +223,9 @@ def run_rows(
             row, seed = missing[key]
             asked = {"curve": curves, "sent": curves, "deltas": curves, "islands": islands}
             kept = {name: value for name, value in cell.items() if asked.get(name, True)}
-            made = {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **kept}
+            folder = _text_folder(work[key])
+            texts = {} if folder not in record.texts else {"texts": {folder: record.texts[folder]}}
+            made = {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **texts, **kept}
             cells[key] = record.add(key, {"key_version": KEY_VERSION, **made})
             result = f"{_name(row, seed)}: {_result_text(cell)}"
             record.log(result)

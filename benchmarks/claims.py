@@ -76,6 +76,17 @@ def without_scatter(claim: Claim) -> Claim:
     return replace(claim, borrows=False)
 
 
+def few_seeds(seeds: int, least: int) -> str | None:
+    """What stands in place of a verdict on rows with fewer seeds than this.
+
+    >>> few_seeds(1, 3), few_seeds(2, 3), few_seeds(3, 3)
+    ('one seed, no verdict', 'two seeds, no verdict', None)
+    """
+    return (
+        None if seeds >= least else f"{'one seed' if seeds == 1 else 'two seeds' if seeds == 2 else f'{seeds} seeds'}, no verdict"
+    )
+
+
 def claim_line(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> str | None:
     """The verdict on a claim, with the sum; None if a row was not run. Rows of one seed have an interval only if the scatter of
     other rows is known."""
@@ -111,7 +122,8 @@ def _unequal_start(rows: Sequence[Outcome]) -> bool:
 
 
 def claim_lines(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> list[str]:
-    return [line for claim in claims if (line := claim_line(claim, outcomes, scatter)) is not None]
+    lines = (claim_line(claim, outcomes, scatter) for claim in claims)
+    return [line for line in lines if line is not None]
 
 
 def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], scatter: Scatter | None = None) -> str:

@@ -1,8 +1,8 @@
-"""A plot of loss against virtual time."""
+"""Plots of outcomes whose curves were kept."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,24 @@ from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure, time_un
 from cells import Outcome
 
 CAPTION = "loss against virtual time"
+_DASHES = ("-", "--", ":", "-.")
 
 
 def save_curves(outcomes: Mapping[str, Outcome], path: Path) -> None:
-    """Draws the rows whose curves were kept."""
+    """Draws the loss against virtual time of the rows whose curves were kept."""
     save_figure(_figure, {label: outcome for label, outcome in outcomes.items() if outcome.curves}, path)
+
+
+def line_styles(count: int) -> list[dict[str, Any]]:
+    """Colour and dashes of so many lines, no two alike up to four times the number of colours.
+
+    >>> len({tuple(style.values()) for style in line_styles(28)})
+    28
+    """
+    return [
+        {"color": COLOURS[number % len(COLOURS)], "linestyle": _DASHES[number // len(COLOURS) % len(_DASHES)]}
+        for number in range(count)
+    ]
 
 
 def _figure(outcomes: Mapping[str, Outcome]) -> Any:
@@ -23,13 +36,49 @@ def _figure(outcomes: Mapping[str, Outcome]) -> Any:
     unit, unit_s = time_unit(longest_s)
     figure, (panel,) = new_figure(1)
     figure.set_size_inches(7, 4.4)
-    for colour, (label, outcome) in zip(COLOURS, outcomes.items(), strict=False):
+    for style, (label, outcome) in zip(line_styles(len(outcomes)), outcomes.items(), strict=True):
         for number, curve in enumerate(outcome.curves):
             times, losses = [time_s / unit_s for time_s, _, _ in curve], [loss for _, _, loss in curve]
-            panel.plot(times, losses, color=colour, linewidth=1.4, alpha=0.8, label=None if number else label)
-            panel.plot(times[-1:], losses[-1:], color=colour, marker="o", markersize=4)
+            panel.plot(times, losses, **style, linewidth=1.4, alpha=0.8, label=None if number else label)
+            panel.plot(times[-1:], losses[-1:], color=style["color"], marker="o", markersize=4)
     panel.set_xlabel(f"virtual time ({unit})")
     panel.set_ylabel("validation loss")
     if outcomes:
         panel.legend(frameon=False, fontsize=10, title="one line per seed")
+    return figure
+
+
+def costs_figure(outcomes: Mapping[str, Outcome]) -> Any:
+    """Loss against tokens, virtual time and bytes; one line per row and seed."""
+    figure, panels = new_figure(3)
+    for style, (label, outcome) in zip(line_styles(len(outcomes)), outcomes.items(), strict=True):
+        run = outcome.row.run(0)
+        tokens_per_update = run.train.batch_size * run.data.seq_len / 1e6  # type: ignore[union-attr]
+        for number, (curve, sent) in enumerate(zip(outcome.curves, outcome.sent, strict=True)):
+            losses = [loss for _, _, loss in curve]
+            against: tuple[Sequence[float], ...] = (
+                [updates * tokens_per_update for _, updates, _ in curve],
+                [t / 3600 for t, _, _ in curve],
+                [b / 1e6 for b in sent],
+            )
+            for panel, values in zip(panels, against, strict=True):
+                panel.plot(values, losses, **style, linewidth=1.3, alpha=0.8, label=None if number else label)
+    for panel, name in zip(panels, ("tokens (millions)", "virtual time (hours)", "sent per island (MB)"), strict=True):
+        panel.set(xlabel=name, ylabel="validation loss")
+    panels[2].set_xscale("symlog")
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def deltas_figure(outcomes: Mapping[str, Outcome]) -> Any:
+    """Cosines and norms of the islands' deltas over a run, of each row's first seed."""
+    figure, (cosines, norms) = new_figure(2)
+    for style, (label, outcome) in zip(line_styles(len(outcomes)), outcomes.items(), strict=True):
+        rounds = outcome.deltas[0]
+        at = [number / max(1, len(rounds) - 1) for number in range(len(rounds))]
+        cosines.plot(at, [cosine for _, _, _, cosine in rounds], **style, linewidth=1.3, label=label)
+        norms.plot(at, [mean for _, _, mean, _ in rounds], **style, linewidth=1.3)
+    cosines.set(xlabel="share of the run", ylabel="mean cosine of the islands' deltas")
+    norms.set(xlabel="share of the run", ylabel="norm of their mean")
+    cosines.legend(frameon=False, fontsize=8)
     return figure

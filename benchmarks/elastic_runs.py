@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,10 +18,12 @@ from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
 from atoll.data.text import Text
-from atoll.engines.elastic.rendezvous import RegistryClient, free_port
-from atoll.engines.elastic.snapshot_server import DirectNetwork, fetch_snapshot
+from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.rendezvous import RegistryClient
+from atoll.engines.elastic.snapshot_server import fetch_snapshot
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import island_name
+from atoll.engines.network_interfaces import free_port
 from atoll.engines.processes.spec import Processes
 from atoll.engines.run_lifecycle import run
 from atoll.engines.warm_start_training import Cache
@@ -196,10 +198,13 @@ def deaths_in(rounds: list[int]) -> FaultScript:
     )
 
 
-def loss_after_kills(islands: int, kills: int, seed: int, folder: Path, cache: Cache) -> float:
+def loss_after_kills(
+    islands: int, kills: int, seed: int, folder: Path, cache: Cache, moments: Literal["empty", "donor"] = "empty"
+) -> float:
     """The final loss of demo-diloco on equal islands, where after each third of the rounds another island is killed in its
-    exchange."""
+    exchange, and returns with empty inner moments or with those of its donor."""
     described = recipes.ALL["demo-diloco"]()
+    described = replace(described, train=replace(described.train, joiner_moments=moments))
     third = described.rounds(described.train.steps) // 3
     deaths = tuple(
         UpdateFault(island=island_name(islands - 1 - number), round=third * (number + 1), kind="kill_in_delta")

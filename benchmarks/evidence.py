@@ -22,13 +22,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 import figure_text
-from ablations import DEFAULT, Group, brief_table, table
+from ablations import DEFAULT, Group, table
 from atoll.core.errors import ConfigError
 from atoll.runs.run_settings import Run
 from cells import Outcome, Row, key_of, run_rows
 from claims import Claim, claims_section
 from curves import CAPTION, save_curves
-from record import Record, benchmark_parser, check_texts, fill, open_record
+from record import Record, benchmark_parser, check_texts, open_record
 from seed_statistics import Sample, Scatter, scatter
 from workload import Workload
 
@@ -133,7 +133,7 @@ class Evidence(Generic[P]):
         self.run(plan, chosen, record, options.seeds, warm=record.path / "warm", **how)
         outcomes = self.recorded(plan, record, options.seeds)  # all that the record holds, also of groups that were not chosen
         if DEFAULT in outcomes:
-            self._report(plan, outcomes, record, options.docs)
+            self._report(plan, outcomes, record)
         else:
             first = options.seeds[0]
             chosen_runs = [row.run(first) for group in chosen for row in group.rows.values()]
@@ -163,7 +163,7 @@ class Evidence(Generic[P]):
         found = run_rows(rows, seeds_of, record, self.title, curves=True, **how)
         return {label: outcome for label, outcome in found.items() if outcome.summaries or outcome.errors}
 
-    def _report(self, plan: P, outcomes: Mapping[str, Outcome], record: Record, docs: Path | None) -> None:
+    def _report(self, plan: P, outcomes: Mapping[str, Outcome], record: Record) -> None:
         groups = self.groups(plan)
         shown = [present for group in groups if len((present := _present(group, outcomes, self.default)).rows) > 1]
         missing = sum(label not in outcomes for group in groups for label in group.rows)
@@ -175,11 +175,9 @@ class Evidence(Generic[P]):
         sections = [f"## Setting\n\n{introduction}\n\n{setting}", *incomplete]
         sections += [*(_promoted(table(group, outcomes, self.share)) for group in shown), claims]
         record.publish(self.title, sections, plot=self.plot(plan, outcomes, record.plot) or "")
-        brief = [_promoted(brief_table(group, outcomes, self.share)) for group in shown]
-        fill(docs, self.name, [f"{introduction}\n\n```sh\n{record.command}\n```", *incomplete, claims, *brief], record)
 
     def _parser(self) -> argparse.ArgumentParser:
-        parser = benchmark_parser(self.about, self.name, page="docs/evidence.md", quick=True)
+        parser = benchmark_parser(self.about, self.name, quick=True)
         names = [group.name for group in self.groups(replace(self.plan(True), domains="."))]
         parser.add_argument("--text", type=Path, required=True, help="a folder that `atoll data prepare` wrote")
         parser.add_argument("--domains", type=Path, help="such a folder of several domains, for unequal shards")

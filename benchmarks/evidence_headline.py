@@ -1,6 +1,6 @@
-"""The headlines of the three papers' evidence: a table of all for `docs/evidence.md`, and one of eight rows for the README.
+"""The headlines of the studies with small batches, as one table for `docs/evidence.md`.
 
-    python benchmarks/evidence_headline.py --docs README.md docs/evidence.md
+    python benchmarks/evidence_headline.py --docs docs/evidence.md
 
 It runs no cells: the figures are those of the newest record of each paper. `--text` is the text of the records' commands.
 """
@@ -8,6 +8,7 @@ It runs no cells: the figures are those of the newest record of each paper. `--t
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +21,12 @@ import figure_text
 from ablations import mild
 from async_rows import DELAYED, NAIVE, SYNC
 from atoll.core.errors import ConfigError
-from atoll.data.text import Text
-from cells import Outcome, Row
+from cells import Outcome
 from evidence import Evidence
 from evidence_diloco_report import DILOCO_ROW, ONE
-from record import RECORDS, Record, has_markers, markdown_table, replace_between, script
+from record import RECORDS, Record, has_markers, markdown_table, replace_between, script, text_identity
 
-MARKER, BRIEF_MARKER = "evidence_headline", "evidence_brief"
+MARKER = "evidence_headline"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,6 @@ class Study:
     evidence: Evidence[Any]
     about: str  # above its rows
     rows: Mapping[str, str]  # descriptions of the rows, by label
-    setting: str  # islands, work and links, in the README's table
-    brief: Mapping[str, str]  # descriptions of the rows of the README's table, by label
 
 
 def studies() -> list[Study]:
@@ -56,13 +54,6 @@ def studies() -> list[Study]:
                 mild(f"H={diloco.inner_steps}"): f"DiLoCo, exchange every {diloco.inner_steps} steps, {milder}",
                 diloco.batch: f"{diloco.islands} times the batch: DDP, exchange every step",
             },
-            setting=f"{diloco.islands} islands, {diloco.steps:,} steps each, {diloco.mbit_per_s:g} Mbit/s",
-            brief={
-                ONE: f"one worker, 1/{diloco.islands} of the tokens",
-                DILOCO_ROW: f"DiLoCo, exchange every {diloco.inner_steps} steps",
-                mild(f"H={diloco.inner_steps}"): f"DiLoCo, exchange every {diloco.inner_steps} steps, {milder}",
-                diloco.batch: "DDP, exchange every step",
-            },
         ),
         Study(
             evidence=evidence_async.EVIDENCE,
@@ -73,9 +64,6 @@ def studies() -> list[Study]:
                 NAIVE: "naive: DiLoCo's outer step at every arrival",
                 DELAYED: "Delayed Nesterov with Dynamic Local Updates",
             },
-            setting=f"{hub.islands} workers of very different speeds, {hub.steps * hub.islands:,} updates, "
-            f"{hub.mbit_per_s:g} Mbit/s",
-            brief={SYNC: "DiLoCo", DELAYED: "asynchronous: Delayed Nesterov, Dynamic Local Updates"},
         ),
         Study(
             evidence=evidence_acco.EVIDENCE,
@@ -85,23 +73,19 @@ def studies() -> list[Study]:
                 evidence_acco.ACCO: "ACCO",
                 evidence_acco.DPU: "delayed parameter updates, with a warm-up",
             },
-            setting=f"{overlap.islands} islands, {overlap.steps:,} updates, {overlap.mbit_per_s:g} Mbit/s",
-            brief={evidence_acco.DDP: "DDP", evidence_acco.ACCO: "ACCO"},
         ),
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    markers = {page: BRIEF_MARKER if page.name == "README.md" else MARKER for page in options.docs}
-    for page, marker in markers.items():
-        if not has_markers(page, marker):
-            raise ConfigError(f"--docs {page}: there is no such file. Name pages with the markers of {marker}.")
-    found = [(study, _outcomes(study, options)) for study in studies()]
-    tables = {MARKER: headline_table(found), BRIEF_MARKER: brief_table(found)}
-    for page, marker in markers.items():
-        replace_between(page, marker, tables[marker])
-    print(tables[MARKER])
+    for page in options.docs:
+        if not has_markers(page, MARKER):
+            raise ConfigError(f"--docs {page}: there is no such file. Name pages with the markers of {MARKER}.")
+    table = headline_table([(study, _outcomes(study, options)) for study in studies()])
+    for page in options.docs:
+        replace_between(page, MARKER, table)
+    print(table)
 
 
 def headline_table(found: Sequence[tuple[Study, Mapping[str, Outcome]]]) -> str:
@@ -114,16 +98,6 @@ def headline_table(found: Sequence[tuple[Study, Mapping[str, Outcome]]]) -> str:
                 outcome = outcomes[label]
                 rows.append([description, _loss(outcome), figure_text.bytes_text(outcome), figure_text.time_text(outcome)])
     return markdown_table(["", "validation loss", "sent per island", "virtual time"], rows)
-
-
-def brief_table(found: Sequence[tuple[Study, Mapping[str, Outcome]]]) -> str:
-    """The README's rows. A study's first row names its setting."""
-    rows = []
-    for study, outcomes in found:
-        for number, (label, description) in enumerate(study.brief.items()):
-            outcome, setting = outcomes[label], "" if number else study.setting
-            rows.append([setting, description, _loss(outcome), figure_text.bytes_text(outcome), figure_text.time_text(outcome)])
-    return markdown_table(["setting", "method", "validation loss", "sent per island", "virtual time"], rows, left=2)
 
 
 def _loss(outcome: Outcome) -> str:
@@ -144,20 +118,16 @@ def _outcomes(study: Study, options: argparse.Namespace) -> dict[str, Outcome]:
     records = sorted(cells.parent for cells in options.records.glob(f"*_{name}/cells.jsonl"))
     if not records:
         raise ConfigError(f"{options.records} has no record of {name}. Make it with: python benchmarks/{name}.py --text TEXT")
-    plan, record = replace(study.evidence.plan(False), text=options.text), Record(records[-1])
+    plan, record = replace(study.evidence.plan(False), text="text"), Record(records[-1])
+    text = json.loads((record.path / "text.json").read_text("utf-8"))["text"]
+    record.texts[plan.text] = text_identity(text)
     found = study.evidence.recorded(plan, record, options.seeds)
     if not study.rows.keys() & found.keys():
         raise ConfigError(
-            f"--text {options.text}: the record {record.path} has no row of the headline with this text. Its cells name "
-            f"{', '.join(_texts(record))}. Give that text. A record of --lr, --set or --quick has no headline."
+            f"the record {record.path} has no row of the headline, as one of --lr, --set or --quick. Remove it, or name a folder "
+            f"of other records with --records."
         )
     return found
-
-
-def _texts(record: Record) -> list[str]:
-    """The texts of a record's cells."""
-    data = [Row(recipe=cell["recipe"], settings=tuple(cell["settings"])).run(cell["seed"]).data for cell in record.cells]
-    return sorted({text.corpus.removeprefix("prepared:") for text in data if isinstance(text, Text)})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -168,9 +138,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         default=[],
-        help=f"pages to update: a README.md at its markers {BRIEF_MARKER}, others at {MARKER}",
+        help=f"pages to update at their markers {MARKER}",
     )
-    parser.add_argument("--text", default="prepared/wiki", help="--text of the records' commands")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the records' headlines")
     parser.add_argument("--records", type=Path, default=RECORDS, help="the folder of records")
     return parser

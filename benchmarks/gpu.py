@@ -35,7 +35,7 @@ from gpu_plan import FLOPS_FORMULA, PRESETS, Cell, Plan, Shape, plan_of, quick_p
 from gpu_report import figure, sections_of
 from gpu_results import MATRIX, Measured, Results, bare_key, matrix_key
 from progress import CellProgress
-from record import Record, benchmark_parser, open_record, script
+from record import Record, benchmark_parser, fill, open_record, script
 
 
 class Measuring:
@@ -183,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results(plan, record)
     sections = sections_of(plan, results, record[matrix_key(plan.matrix)]["device"])
     save_figure(figure, results, record.plot)
-    record.publish("Islands on one GPU", sections, plot="tokens per second", docs=(options.docs, "gpu"))
+    record.publish("Islands on one GPU", sections, plot="tokens per second")
+    fill(options.docs, "gpu", sections[:1], record)  # the page has the outcome alone
     if measuring.failed:
         raise AtollError(f"some cells failed, and the record has the others: {'; '.join(measuring.failed)}")
 

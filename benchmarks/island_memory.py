@@ -300,10 +300,11 @@ class EchoReplica:
     def params(self) -> Tree:
         return self.replica.borrowed()
 
-    async def train(self, steps: int, work: Work) -> None:
+    async def train(self, steps: int, work: Work) -> int:
         await Yield()
-        self.replica.train(steps, work)
+        result = self.replica.train(steps, work)
         await Yield()
+        return result.tokens
 
     async def gradient(
         self,

@@ -47,8 +47,8 @@ class Idle(TrainingOnlyReplica):
     def params(self) -> Tree:
         return self._timer.around(READ, self._replica.borrowed)
 
-    async def train(self, steps: int, work: Work) -> None:
-        pass
+    async def train(self, steps: int, work: Work) -> int:
+        return 0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, datetime
+from hashlib import blake2b
 from os.path import relpath
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.verified_files import write_text
 from atoll.data.prepare import is_prepared, open_prepared
+from atoll.data.token_store import Ids
 from atoll.runs.folder import source
 
 RECORDS = Path(__file__).resolve().parent / "records"
@@ -47,6 +49,8 @@ class Record:
         self._source_written = False
         path.mkdir(parents=True, exist_ok=True)
         self._cells = _read(path / "cells.jsonl")
+        self.texts: dict[str, str] = {}
+        """The identities of prepared texts by their folders, from `check_texts`. Keys of cells have them, not the folders."""
 
     @property
     def plot(self) -> Path:
@@ -79,10 +83,19 @@ class Record:
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
+    @property
+    def measured_with(self) -> list[str]:
+        """The commands that measured cells, from `source.txt`; this process's if there are none."""
+        source = self.path / "source.txt"
+        lines = source.read_text("utf-8").splitlines() if source.exists() else []
+        commands = [line.removeprefix("command: ") for line in lines if line.startswith("command: ")]
+        return list(dict.fromkeys(commands)) or [self.command]
+
     def write(self, title: str, sections: Sequence[str]) -> Path:
         """Writes README.md: title, sections, and how to reproduce them."""
+        commands = "\n".join(self.measured_with)
         reproduce = (
-            f"## How to reproduce\n\n```\n{self.command}\n```\n\n"
+            f"## How to reproduce\n\n```\n{commands}\n```\n\n"
             "With `--record` and this folder the command measures only missing cells, and writes the tables again. Without "
             "`--record` it writes a new record in a folder with today's date. Cells are in `cells.jsonl`, versions and machine in "
             "`source.txt`."
@@ -278,11 +291,13 @@ def demoted(section: str) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- prepared text
 
-_FACTS = ("vocab_size", "tokenizer_digest", "text_bytes", "train", "validation", "domains")
+_FACTS = ("vocab_size", "tokenizer_digest", "text_bytes", "train", "validation")
 
 
 def check_texts(record: Record, folders: Mapping[str, Path]) -> None:
-    """Compares the prepared texts with those in the record's `text.json`, and adds texts that are not in it.
+    """Compares the prepared texts with those in the record's `text.json`, adds texts that are not in it, and gives the record
+    their identities. A text of an older record, which has no digests of its tokens, is compared by the other facts and stays as
+    it is.
 
     Raises:
         ConfigError: a folder holds another text; or it holds no text, and neither does the record.
@@ -292,15 +307,32 @@ def check_texts(record: Record, folders: Mapping[str, Path]) -> None:
     for name, folder in folders.items():
         if not is_prepared(folder):
             if name in known:  # enough to write the tables
+                record.texts[str(folder)] = text_identity(known[name])
                 continue
             raise ConfigError(
                 f"--{name} {folder}: this is no prepared text. Make one with: atoll data prepare CORPUS --out {folder}"
             )
-        meta = open_prepared(folder).meta
-        found = {fact: meta[fact] for fact in _FACTS}
-        if known.setdefault(name, found) != found:
+        text = open_prepared(folder)
+        found = {fact: text.meta[fact] for fact in _FACTS}
+        sides = {"train": text.train, "validation": text.validation}
+        found["token_digests"] = {side: tokens_digest(tokens.ids) for side, tokens in sides.items()}
+        compared = {fact: value for fact, value in known.setdefault(name, found).items() if fact != "domains"}
+        if any(found.get(fact) != value for fact, value in compared.items()):
             raise ConfigError(
                 f"--{name} {folder} holds another text than the record {record.path} was made with: {found}, not {known[name]}. "
                 f"Give that text, or another --record."
             )
+        record.texts[str(folder)] = text_identity(known[name])
     path.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
+
+
+def text_identity(facts: Mapping[str, Any]) -> str:
+    """The digests of a text's tokens; in an older record, which has none, a digest of the facts that it has."""
+    if "token_digests" in facts:
+        return "-".join(facts["token_digests"][side] for side in ("train", "validation"))
+    return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def tokens_digest(ids: Ids) -> str:
+    """BLAKE2b of all token ids, in the file's order."""
+    return blake2b(ids.data, digest_size=16).hexdigest()

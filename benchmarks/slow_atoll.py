@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.flat_tree import Tree
 from atoll.core.nested_trees import recycle
@@ -18,16 +20,36 @@ from atoll.engines.processes.peers import ProcessPeers
 from atoll.engines.shared_and_sharded_state import donated, owned
 from atoll.engines.timed_replica import ProcessReplica
 from atoll.engines.training_setup import DataPositions
+from atoll.optim.codecs import CODECS, CodecName
 from atoll.replica.local_replica import LocalReplica
 from slow_island import INNER, IslandGroup, Spec, workload_of
+
+FRAGMENTS, OVERLAP, MIXING = 6, 5, 0.5
+"""Of streaming. When a fragment arrives, half of the distance that it has moved since it left is mixed away."""
+
+
+def streaming(inner_steps: int, codec: CodecName) -> Streaming:
+    """Streaming DiLoCo, with fewer fragments and less overlap in rounds that are too short for them."""
+    fragments, overlap = min(FRAGMENTS, inner_steps), min(OVERLAP, inner_steps - 1)
+    return Streaming(inner_steps=inner_steps, fragments=fragments, overlap=overlap, mixing=MIXING, codec=codec)
+
+
+def bytes_only(codec: CodecName, inner_steps: int) -> DiLoCo:
+    """DiLoCo that exchanges after every step."""
+    return DiLoCo(inner_steps=1, codec=codec)
+
 
 ALGORITHMS: Mapping[str, Callable[[int], Algorithm[Any]]] = {
     "DDP": lambda inner_steps: DDP(optimizer=INNER),
     "ZeRO-1": lambda inner_steps: ZeRO1(optimizer=INNER),
     "DiLoCo": lambda inner_steps: DiLoCo(inner_steps=inner_steps),
     "ACCO": lambda inner_steps: ACCO(optimizer=INNER),
+    "DiLoCo, int4": lambda inner_steps: DiLoCo(inner_steps=inner_steps, codec="int4"),
+    "streaming": lambda inner_steps: streaming(inner_steps, "fp32"),
+    "streaming, int4": lambda inner_steps: streaming(inner_steps, "int4"),
+    **{f"bytes of {codec}": partial(bytes_only, codec) for codec in CODECS},
 }
-"""By name, from the inner steps per round, which only DiLoCo uses."""
+"""By name, from the inner steps per round of DiLoCo and streaming. The last ones have short rounds, and only their bytes count."""
 
 
 class AtollLoop:

@@ -34,8 +34,8 @@ from progress import CellProgress
 from record import Record, benchmark_parser, open_record, script
 from slow_atoll import ALGORITHMS
 from slow_island import VOCAB, Spec, slower_median, unsteadiness
-from slow_simulator import predicted_s
-from slow_tables import figure, sections_of
+from slow_simulator import predicted
+from slow_tables import BYTES, figure, sections_of
 from slow_worker import BUCKETED, METHODS, OURS
 
 WORKER = Path(__file__).resolve().parent / "slow_worker.py"
@@ -95,8 +95,10 @@ PROBE_S, FAST_MBIT = 2.0, 8000.0
 """Seconds of the throughput measurement, and the rate that it assumes for an unshaped link."""
 CELL_LIMIT_S = 900.0
 STEADY, TRIES = 0.15, 3
-"""A cell whose steps alone vary more than STEADY was disturbed: it is measured again, up to TRIES times, and the steadiest "
-"counts."""
+"""A cell whose steps alone vary more than STEADY was disturbed: it is measured again, up to TRIES times, and the steadiest
+counts."""
+BYTES_RATE = 100.0
+"""The one rate at which the bytes of every codec are counted: they do not depend on it."""
 NEAR = 0.05
 """Allowed relative difference between computation and two exchanges at the crossover."""
 
@@ -108,8 +110,9 @@ class Size:
     layers: int = 4
     width: int = 208
     batch_size: int = 24  # sequences per inner step
-    inner_steps: int = 10  # per round of DiLoCo
-    alone_steps: int = 2  # measured before each turn, and after the last
+    inner_steps: int = 100  # per round of DiLoCo and streaming
+    local_batch: int = 2  # sequences per inner step of DiLoCo and streaming, whose rounds have many steps
+    alone_steps: int = 2  # measured before each turn, and after the last; of small batches, ten times as many
     crossover_batch: int = 64  # sequences per update at the crossover; more of them mean a slower link there
     few: int | None = None  # maximum turns per cell
 
@@ -121,8 +124,12 @@ class Size:
         """Turns of rounds and steps alone, and rounds per turn: more where rounds are short. DiLoCo has five rounds on slow
         links."""
         slow = rate is not None and rate <= 20
-        turns, rounds = (5 if slow else 3, 1) if "DiLoCo" in method else (3, 1) if slow else (4, 2)
+        turns, rounds = (5 if slow else 3, 1) if is_local(method) else (1, 4) if is_bytes(method) else (3, 1) if slow else (4, 2)
         return min(turns, self.few or turns), rounds
+
+    def batch(self, method: str) -> int:
+        """Sequences per inner step."""
+        return self.local_batch if is_local(method) or is_bytes(method) else self.batch_size
 
     def tries(self, rate: float | None) -> int:
         """Fewer on a slow link, where computation hardly counts."""
@@ -130,6 +137,7 @@ class Size:
 
     def spec(self, islands: Sequence[NetworkNamespace], methods: Sequence[str], turns: tuple[int, int], rate: float | None) -> Spec:
         """The spec of the first island."""
+        batch_size = self.batch(methods[0]) if methods else self.batch_size
         return Spec(
             rank=0,
             device=islands[0].device,
@@ -140,10 +148,20 @@ class Size:
             inner_steps=self.inner_steps,
             layers=self.layers,
             width=self.width,
-            batch_size=self.batch_size,
-            alone_steps=self.alone_steps,
+            batch_size=batch_size,
+            alone_steps=self.alone_steps * (10 if batch_size == self.local_batch and not self.few else 1),
             transfer_bytes=int((rate or FAST_MBIT) * 1e6 / 8 * PROBE_S) // (20 if self.few else 1),
         )
+
+
+def is_local(method: str) -> bool:
+    """Whether islands take many steps between two exchanges."""
+    return "DiLoCo" in method or "streaming" in method
+
+
+def is_bytes(method: str) -> bool:
+    """Whether only the bytes of the method count."""
+    return method.startswith(BYTES)
 
 
 QUICK = Size(layers=1, width=32, batch_size=2, inner_steps=2, alone_steps=2, crossover_batch=4, few=2)
@@ -200,9 +218,11 @@ def _keys(size: Size, rates: Sequence[float | None], methods: Sequence[str]) -> 
     """Method and rate of each cell, by its key, which has all that the cell depends on."""
     keys: dict[str, tuple[str, float | None]] = {}
     for rate in rates:
-        for method in (method for method in METHODS if method in methods):
+        for method in (m for m in METHODS if m in methods and (rate == BYTES_RATE or not is_bytes(m))):
             place = "unshaped" if rate is None else f"{rate:g} Mbit/s"
-            about = f"{size.params} parameters, batches of {size.batch_size}, {size.turns(method, rate)[0]} turns"
+            about = f"{size.params} parameters, batches of {size.batch(method)}, {size.turns(method, rate)[0]} turns"
+            if is_local(method):
+                about += f", rounds of {size.inner_steps} steps"
             keys[f"{method}, {place}: {about}"] = (method, rate)
     if CROSSOVER in methods:
         keys[f"{CROSSOVER}: {size.params} parameters, batches of {size.crossover_batch}"] = (CROSSOVER, None)
@@ -235,7 +255,10 @@ def method_cell(islands: Sequence[NetworkNamespace], size: Size, method: str, ra
         buckets = math.ceil(4 * size.params / 2**20)
         algorithm = DDP(buckets=buckets) if method == BUCKETED else ALGORITHMS[OURS[method]](size.inner_steps)
         measured = {"step_s": cell["step_s"], "mbit_per_s": line["mbit_per_s"], "latency_s": line["latency_s"]}
-        cell["predicted_s"] = predicted_s(algorithm, params=size.params, **measured)
+        prediction = predicted(algorithm, params=size.params, **measured)
+        cell["predicted_s"] = prediction.round_s
+        if method in OURS:
+            cell["formula_bytes"] = [prediction.sent_bytes] * len(islands)
     return cell
 
 

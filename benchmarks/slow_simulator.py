@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,11 +64,21 @@ class WeightsOnly:
         return {"loss": 0.0}
 
 
-def predicted_s(algorithm: Algorithm[Any], *, params: int, step_s: float, mbit_per_s: float, latency_s: float) -> float:
-    """Virtual seconds of a round of an algorithm between two islands."""
+class Prediction(NamedTuple):
+    """A round of an algorithm between two islands."""
+
+    round_s: float
+    sent_bytes: float  # by an island, with control bytes
+
+
+def predicted(algorithm: Algorithm[Any], *, params: int, step_s: float, mbit_per_s: float, latency_s: float) -> Prediction:
+    """The simulator's virtual seconds of a round, and its bytes, of which control bytes are a part: on a wire they are payload."""
     link = Link(latency_s=latency_s, bandwidth_mbit_per_s=mbit_per_s)
     steps = ROUNDS * algorithm.steps_per_round
     cluster = Cluster(islands=2, step_time_s=(step_s,), link=link)
     done = simulate(algorithm, steps=steps, workload=WeightsOnly(params), cluster=cluster, evaluate_every=ROUNDS)
-    ends = [event.virtual_time_s for event in done.of(RoundFinished)][SETTLED - 1 :]
-    return float(ends[-1] - ends[0]) / (len(ends) - 1)
+    first, *_, last = done.of(RoundFinished)[SETTLED - 1 :]
+    rounds = last.round - first.round
+    sent = last.sent_bytes_per_island - first.sent_bytes_per_island
+    control = done.finished.control_bytes_per_island / done.finished.rounds
+    return Prediction(float(last.virtual_time_s - first.virtual_time_s) / rounds, sent / rounds + control)

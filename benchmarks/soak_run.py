@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import Attended, Evaluated, Event
@@ -24,23 +24,21 @@ from atoll.runs.run_settings import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import (
+    FAULTS,
     LIGHTHOUSE,
-    Cut,
-    ExternalFault,
     FaultScript,
-    Freeze,
-    FullDisk,
-    Kill,
-    Slow,
+    LinkFault,
     UpdateFault,
     random_faults,
     random_update_faults,
 )
 from atoll.testing.chaos.reports import elastic_report
 
-KINDS: dict[str, type[ExternalFault]] = {kind.__name__: kind for kind in (Kill, Freeze, FullDisk, Cut, Slow)}
 UPDATE_FAULTS = UpdateFault.__name__
 """Faults inside islands. They are scheduled by round, all others by time."""
+
+
+_NAMED = ("for_s", "lighthouse")  # in `about` only where they matter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +50,7 @@ class Soak:
     every_s: float = 20.0  # between two faults
     seed: int = 0  # of weights, data and faults
     asleep_s: float = 2.5  # per round, instead of computation: many islands share few cores
+    round_s: float | None = None  # assumed duration of a round; None: 1.2 times its sleep
     inner_steps: int = 20  # per round
     layers: int = 2
     width: int = 32
@@ -60,9 +59,12 @@ class Soak:
     lighthouse: bool = False  # whether faults also hit the lighthouse
 
     @property
+    def seconds_per_round(self) -> float:
+        return self.round_s or self.asleep_s * 1.2
+
+    @property
     def rounds(self) -> int:
-        """Each round is assumed to take 1.2 times its sleep."""
-        return max(3, round(self.minutes * 60 / (self.asleep_s * 1.2)))
+        return max(3, round(self.minutes * 60 / self.seconds_per_round))
 
     @property
     def run(self) -> Run:
@@ -87,13 +89,13 @@ class Soak:
     def script(self) -> FaultScript:
         islands = [island_name(number) for number in range(self.islands)]
         names = [*islands, *([LIGHTHOUSE] if self.lighthouse else [])]
-        timed = [KINDS[name] for name in self.kinds if name != UPDATE_FAULTS]
-        every = max(1, round(self.every_s / (self.asleep_s * 1.2)))
+        timed = [FAULTS[name] for name in self.kinds if name != UPDATE_FAULTS]
+        every = max(1, round(self.every_s / self.seconds_per_round))
         return FaultScript(
             faults=random_faults(
                 seed=self.seed,
                 victims=names,
-                links=names if Cut in timed or Slow in timed else (),
+                links=names if {*timed}.intersection(get_args(LinkFault)) else (),
                 every_s=self.every_s,
                 until_s=self.minutes * 60,
                 kinds=timed,
@@ -107,7 +109,9 @@ class Soak:
         )
 
     def about(self) -> str:
-        numbers = [f"{name}={value:g}" for name, value in asdict(self).items() if name not in ("kinds", "for_s", "lighthouse")]
+        numbers = [
+            f"{name}={value:g}" for name, value in asdict(self).items() if isinstance(value, int | float) and name not in _NAMED
+        ]
         others = [] if self.kinds == Soak.kinds else [f"kinds={'+'.join(self.kinds)}", f"for_s={self.for_s:g}"]
         return ", ".join([*numbers, *others, *(["lighthouse"] if self.lighthouse else [])])
 
@@ -139,6 +143,7 @@ def soak_cell(soak: Soak, folder: Path, *, broken: bool, advance: Callable[[floa
             "known": fmean(event.known for event in attended),
             "apart": report.diverged,
             "done": report.injected,
+            "planned": len(soak.script.faults) + len(soak.script.update_faults) if broken else 0,
             "succeeded": report.succeeded,
         },
         "tokens": evaluated[-1].tokens,

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from atoll.core.errors import AtollError
+from atoll.data.prepare import Preparation, prepare
 
 
 def test_rows_with_the_same_run_share_a_cell_that_runs_once(b, small, lines_of, tmp_path):
@@ -14,6 +15,23 @@ def test_rows_with_the_same_run_share_a_cell_that_runs_once(b, small, lines_of, 
     assert len(lines_of(tmp_path)) == 1
     assert first == again
     assert first["default"].summaries == first["four"].summaries
+
+
+def test_the_same_text_in_another_folder_shares_the_cell(b, small, lines_of, tmp_path):
+    """The key has the digests of the tokens; the cell says which folder it read."""
+    for folder, size in (("one", 60_000), ("two", 60_000), ("other", 70_000)):
+        prepare(Preparation(corpus="stdlib", tokenizer="bytes", limit_bytes=size), tmp_path / folder)
+    texts = {}
+    for folder in ("one", "two", "other"):
+        record = b.record.Record(tmp_path / f"record of {'another' if folder == 'other' else 'one'} text")
+        b.record.check_texts(record, {"text": tmp_path / folder})
+        corpus = f"data=Text(corpus='prepared:{tmp_path / folder}',seq_len=16,eval_batches=2)"
+        b.cells.run_rows({"row": b.cells.Row(recipe="demo-ddp", base=(*small, corpus))}, [0], record, "", quiet=True)
+        texts[folder] = [json.loads(line) for line in lines_of(record.path)]
+    assert texts["one"] == texts["two"]
+    ((one,), (other,)) = texts["one"], texts["other"]
+    assert [*one["texts"]] == [str(tmp_path / "one")]
+    assert one["key"] != other["key"]
 
 
 def test_a_run_that_diverges_is_recorded_and_affects_only_its_row(b, small, lines_of, tmp_path):

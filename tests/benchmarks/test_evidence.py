@@ -204,15 +204,13 @@ def published(b, tmp_path_factory):
 
 
 def test_the_published_headline_equals_the_records(b, published, tmp_path, capsys):
-    page, readme = tmp_path / "page.md", tmp_path / "README.md"
+    page = tmp_path / "page.md"
     page.write_text("<!-- evidence_headline:begin -->\n<!-- evidence_headline:end -->\n")
-    readme.write_text("<!-- evidence_brief:begin -->\n<!-- evidence_brief:end -->\n")
-    b.evidence_headline.main(["--docs", str(page), str(readme), "--records", str(published)])
+    b.evidence_headline.main(["--docs", str(page), "--records", str(published)])
     made = marked(page, "evidence_headline")
     assert capsys.readouterr().out.strip() == made
     assert "±" in made
     assert made == marked(ROOT / "docs" / "evidence.md", "evidence_headline")
-    assert marked(readme, "evidence_brief") == marked(ROOT / "README.md", "evidence_brief")
     assert not list(published.glob("*/source.txt")), "a process that measures nothing writes no source"
 
 
@@ -221,26 +219,24 @@ def test_published_tables_equal_the_records(scripts, published, name, tmp_path, 
     """With `--minutes 0` no cell starts, also with a GPU. The tables do not need the text."""
     monkeypatch.chdir(tmp_path)
     (record,) = published.glob(f"*_evidence_{name}")
-    page = tmp_path / "page.md"
-    page.write_text(f"<!-- evidence_{name}:begin -->\n<!-- evidence_{name}:end -->\n")
     domains = ["--domains", "prepared/domains"] if name == "diloco" else []
     common = ["--text", "prepared/wiki", *domains, "--quiet", "--minutes", "0"]
-    scripts[name].main([*common, "--record", str(record), "--docs", str(page)])
+    scripts[name].main([*common, "--record", str(record)])
     made = (record / "README.md").read_text("utf-8").split("## How to reproduce")[0]
     assert "## The paper's claims, here" in made
     assert made == (ROOT / "benchmarks" / "records" / record.name / "README.md").read_text("utf-8").split("## How to reproduce")[0]
-    tables = [line for line in marked(page, f"evidence_{name}").splitlines() if line.startswith(("|", "- **"))]
-    assert tables == [
-        line for line in marked(ROOT / "docs" / "evidence.md", f"evidence_{name}").splitlines() if line.startswith(("|", "- **"))
-    ]
 
 
-def test_a_headline_of_another_text_is_refused_before_a_page_changes(b, published, tmp_path):
+def test_a_record_without_a_headline_is_refused_before_a_page_changes(b, published, tmp_path):
+    """As a record of `--set`: its cells have other settings."""
     page = tmp_path / "page.md"
     page.write_text("<!-- evidence_headline:begin -->\nfigures\n<!-- evidence_headline:end -->\n")
-    names = r"--text prepared/other: the record .*_evidence_diloco has no row .* Its cells name prepared/domains, prepared/wiki\."
-    with pytest.raises(ConfigError, match=names):
-        b.evidence_headline.main(["--docs", str(page), "--records", str(published), "--text", "prepared/other"])
+    (record,) = published.glob("*_evidence_diloco")
+    shutil.copytree(record, tmp_path / "records" / record.name)
+    cells_file = tmp_path / "records" / record.name / "cells.jsonl"
+    cells_file.write_text(cells_file.read_text().replace("warmup=100", "warmup=99"))
+    with pytest.raises(ConfigError, match="evidence_diloco has no row of the headline"):
+        b.evidence_headline.main(["--docs", str(page), "--records", str(tmp_path / "records")])
     assert "figures" in page.read_text()
 
 

@@ -1,6 +1,9 @@
 """The papers' claims: a smoke test of the whole study, the gate, the choices, and the time to a loss."""
 
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,28 +26,34 @@ def cells(record):
     return [json.loads(line) for line in (record / "cells.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_method_chooses_on_a_seed_that_no_table_reports(b, study):
     _, record, _ = study
     choice = b.paper_claims.CHOICE_SEED
     plan = b.paper_claims_rows.QUICK
     tried = [cell for cell in cells(record) if cell["seed"] == choice]
-    expected = sum(len(b.paper_claims_rows.outers_of(plan, method)) + len(plan.rates) - 1 for method in b.paper_claims_rows.METHODS)
+    expected = sum(
+        len(b.paper_claims_choices.outers_of(plan, method)) + len(plan.rates) - 1 for method in b.paper_claims_rows.METHODS
+    )
     assert len(tried) == expected
     assert {cell["seed"] for cell in cells(record)} == {0, choice}
 
 
+@pytest.mark.slow
 def test_the_report_has_all_tables_and_the_page_the_headline(study):
     _command, record, page = study
     readme = (record / "README.md").read_text()
-    for title in ("Choices", "Does a larger batch still pay?", "Verdicts", "ACCO", "Time to a loss", "Outer rules"):
+    for title in ("Choices", "Does a larger batch still pay?", "Further claims", "ACCO", "Time to a loss", "Outer rules"):
         assert f"## {title}\n" in readme
-    assert "not run" not in readme.lower()
+    assert "## Tables of which no row was run" not in readme
+    assert "- Tables with one seed: none." in readme
     assert (record / "plot.png").exists()
     assert (record / "deltas.png").exists()
-    assert page.read_text().count("| DiLoCo, ") == 2
+    assert page.read_text().count("| DiLoCo, ") == 4
     assert all({"curve", "sent", "deltas"} <= cell.keys() for cell in cells(record))
 
 
+@pytest.mark.slow
 def test_a_finished_study_runs_no_cell_again(b, study, capsys):
     command, record, _ = study
     before = len(cells(record))
@@ -56,25 +65,258 @@ def outcome(b, *losses):
     return b.cells.Outcome(b.cells.Row(recipe="demo-ddp"), tuple({"val_loss": loss, "tokens": 1} for loss in losses))
 
 
+def study_of(b, rows, plan=None, **fields):
+    plan = plan or b.paper_claims_rows.SMALL
+    known = {"choices": {}, "tried": {}, "text": {"train": {"tokens": 1}}, "seeds": (0, 1, 2), **fields}
+    return b.paper_claims_verdicts.Study(plan=plan, outcomes=rows, **known)
+
+
 @pytest.mark.parametrize(("batch", "verdict"), [(2.0, "not judged here"), (2.9, "judged")])
 def test_a_batch_that_still_pays_is_not_judged(b, batch, verdict):
-    plan = b.paper_claims_rows.SMALL
-    rows = {b.paper_claims_rows.ONE: outcome(b, 3.0, 3.01), b.paper_claims_rows.times_batch(4): outcome(b, batch, batch)}
-    rows[b.paper_claims_rows.diloco(4, 50)] = outcome(b, 2.9, 2.91)
-    (gate,) = b.paper_claims_report.gate_lines(plan, rows)
+    rows_of, of = b.paper_claims_rows, b.paper_claims_verdicts
+    rows = {rows_of.ONE: outcome(b, 3.0, 3.01, 3.0), rows_of.times_batch(4): outcome(b, batch, batch, batch)}
+    rows[rows_of.diloco(4, 50)] = outcome(b, 2.9, 2.91, 2.9)
+    study = study_of(b, rows)
+    (gate,) = of.gate_lines(study)
     assert verdict in gate
-    lines = b.paper_claims_report.claims(plan, rows)
-    assert any("not judged here" in line for line in lines) == (verdict == "not judged here")
-    assert any("k=4, H=50] - [4x batch]" in line for line in lines) == (verdict == "judged")
+    (line,) = (line for line in of.claims_table(study, of.headline_claims(study)).splitlines() if "below 4 times the batch" in line)
+    assert line.count("**not judged here**") == (2 if verdict == "not judged here" else 0)
+
+
+@pytest.mark.parametrize("kind", ["half of the steps", "larger model"])
+def test_half_of_the_steps_and_a_larger_model_have_a_gate_of_their_own(b, kind):
+    rows_of, of = b.paper_claims_rows, b.paper_claims_verdicts
+    rows = {f"{rows_of.ONE}, {kind}": outcome(b, 3.0), f"{rows_of.LARGE}, {kind}": outcome(b, 2.8)}
+    assert of.gate_lines(study_of(b, rows)) == [
+        f"batch, {kind} gains 0.200 nats over one worker, {kind} (the limit is 0.15): **not judged here**."
+    ]
+
+
+def claim_row(b, one, other, **fields):
+    """The cells of the headline's first claim, DiLoCo with 4 islands against 4 times the batch."""
+    rows_of, of = b.paper_claims_rows, b.paper_claims_verdicts
+    one = replace(one, row=b.cells.Row(recipe="demo-diloco"))
+    rows = {rows_of.ONE: outcome(b, 3.1, 3.1, 3.1), rows_of.diloco(4, 50): one, rows_of.times_batch(4): other}
+    study = study_of(b, rows, **fields)
+    (line,) = (line for line in of.claims_table(study, of.headline_claims(study)).splitlines() if "k=4, H=50: below 4" in line)
+    return line.strip("| ").split(" | ")
+
+
+def test_a_claim_is_judged_in_the_papers_direction_and_within_a_margin(b):
+    _, _, shown, strict, near, share, _ = claim_row(b, outcome(b, 3.008, 3.01, 3.012), outcome(b, 3.0, 3.0, 3.0))
+    assert shown == "+0.0100 [+0.0050, +0.0150]"
+    assert (strict, near, share) == ("**does not hold here**", "**holds here**", "0.90")
+    _, _, shown, strict, near, _, _ = claim_row(b, outcome(b, 3.01, 3.01), outcome(b, 3.0, 3.0, 3.0))
+    assert (shown, strict, near) == ("+0.0100", *["**two seeds, no verdict**"] * 2), "two seeds have neither interval nor verdict"
+
+
+@pytest.mark.parametrize(("at_edge", "strict", "near"), [("batch", "", " (edge)"), ("DiLoCo", " (edge)", ""), ("both", "", "")])
+def test_a_verdict_that_an_edge_of_the_grid_favours_is_marked(b, at_edge, strict, near):
+    """The batch at its edge could be better, so that the claim would fail; DiLoCo at its edge, so that it would hold."""
+    rows_of = b.paper_claims_rows
+    plan, tried, choices = rows_of.SMALL, {}, {}
+    for method in (rows_of.DILOCO, rows_of.LARGE):
+        best = plan.rates[-1] if at_edge in (method, "both") else plan.rates[1]
+        choices[method] = rows_of.Choice(best, plan.outers[0])
+        for rate in plan.rates:
+            tried[b.paper_claims_choices.choice_label(method, rows_of.Choice(rate, plan.outers[0]))] = outcome(
+                b, 2.0 + (rate != best)
+            )
+    one, other = outcome(b, 3.008, 3.01, 3.012), outcome(b, 3.0, 3.0, 3.0)
+    row = claim_row(b, one, other, tried=tried, choices=choices)
+    assert row[3:5] == [f"**does not hold here**{strict}", f"**holds here**{near}"]
+
+
+def test_rows_that_train_the_same_give_the_noise_of_a_repetition(b):
+    rows_of = b.paper_claims_rows
+    rows = {rows_of.diloco(4, 50): outcome(b, 1.0, 1.0), rows_of.SYNC: outcome(b, 1.001, 1.002), rows_of.DENSE: outcome(b, 1.0)}
+    text = b.paper_claims_verdicts.noise_text(study_of(b, rows))
+    assert "up to 0.0020 (4 pairs, mean 0.0010)" in text
+    assert b.paper_claims_verdicts.noise_text(study_of(b, {})) == ""
+
+
+def test_the_deltas_cosines_and_norms_are_means_over_rounds_and_seeds(b):
+    rows_of = b.paper_claims_rows
+    rows = {}
+    for length, cosines in ((50, (0.1, 0.3)), (500, (0.5, 0.7))):
+        deltas = tuple(tuple((at, 2.0, 1.0, cosine + seed / 1000) for at, cosine in enumerate(cosines)) for seed in range(3))
+        rows[rows_of.diloco(4, length)] = b.cells.Outcome(b.cells.Row(recipe="demo-ddp"), ({},) * 3, deltas=deltas)
+    study = study_of(b, rows)
+    assert "| DiLoCo, k=4, H=50 | 0.20 | 0.50 | 0.50 |" in b.paper_claims_verdicts.deltas_table(study)
+    (line,) = b.paper_claims_verdicts.deltas_lines(study)
+    assert line.startswith("**holds here**: the deltas of DiLoCo, k=4, H=500 are more alike")
 
 
 def test_a_diverged_candidate_is_never_chosen(b):
     rows_of = b.paper_claims_rows
     plan, method = rows_of.SMALL, rows_of.ONE
-    labels = [rows_of.choice_label(method, each) for each in rows_of.candidates_of(plan, method, plan.outers[0])]
+    labels = [
+        b.paper_claims_choices.choice_label(method, each)
+        for each in b.paper_claims_choices.candidates_of(plan, method, plan.outers[0])
+    ]
     found = {labels[0]: outcome(b, 3.0), labels[1]: outcome(b, 2.0), labels[2]: outcome(b, 2.5)}
-    assert rows_of.best(plan, found, method, plan.outers[0]).rate == plan.rates[1]
+    assert b.paper_claims_choices.best(plan, found, method, plan.outers[0]).rate == plan.rates[1]
     found[labels[1]] = b.cells.Outcome(b.cells.Row(recipe="demo-ddp"), (), ("diverged",))
-    assert rows_of.best(plan, found, method, plan.outers[0]).rate == plan.rates[2]
+    assert b.paper_claims_choices.best(plan, found, method, plan.outers[0]).rate == plan.rates[2]
     del found[labels[0]]
-    assert rows_of.best(plan, found, method, plan.outers[0]) is None, "a grid that was not finished chooses nothing"
+    assert b.paper_claims_choices.best(plan, found, method, plan.outers[0]) is None, "a grid that was not finished chooses nothing"
+
+
+@pytest.mark.parametrize("side", [0, -1])
+def test_a_further_rate_is_tried_beyond_the_edge_that_was_best_and_counts_once_it_was_run(b, side):
+    rows_of, report = b.paper_claims_rows, b.paper_claims_report
+    plan, method = rows_of.MEDIUM, rows_of.LARGE
+    edge, beyond = plan.rates[side], plan.further_rates[side]
+    labels = {
+        rate: b.paper_claims_choices.choice_label(method, rows_of.Choice(rate, plan.outers[0])) for rate in (*plan.rates, beyond)
+    }
+    tried = {labels[rate]: outcome(b, 1.2 + abs(rate - edge)) for rate in plan.rates}
+    assert [*b.paper_claims_choices.further_rows(plan, tried)] == [labels[beyond]]
+
+    def shown():
+        choices = b.paper_claims_choices.best_choices(plan, tried)
+        text = report.choices_table(study_of(b, {}, plan, tried=tried, choices=choices))
+        return next(line.split(" | ")[1] for line in text.splitlines() if line.startswith("| batch"))
+
+    tried[labels[beyond]] = b.cells.Outcome(b.cells.Row(recipe="demo-ddp"), ())  # as of a row without cells
+    assert shown() == f"{edge:g}*"
+    for loss, chosen in ((1.1, f"{beyond:g}*"), (1.25, f"{edge:g}")):
+        tried[labels[beyond]] = outcome(b, loss)
+        assert shown() == chosen
+    tried[labels[plan.rates[1]]] = outcome(b, 1.1)
+    assert b.paper_claims_choices.further_rows(plan, tried) == {}
+
+
+def test_each_method_shows_the_outer_rules_that_it_tried(b):
+    rows_of, plan = b.paper_claims_rows, b.paper_claims_rows.SMALL
+    tried = {label: outcome(b, 2.0) for label in b.paper_claims_choices.choice_rows(plan, {})}
+    first = {method: plan_outer[0] for method in rows_of.METHODS if (plan_outer := b.paper_claims_choices.outers_of(plan, method))}
+    tried |= {label: outcome(b, 2.0) for label in b.paper_claims_choices.choice_rows(plan, first)}
+    study = study_of(b, {}, tried=tried, choices=b.paper_claims_choices.best_choices(plan, tried))
+    text = b.paper_claims_report.choices_table(study)
+    shown = {row.split(" | ")[0].strip("| "): row.split(" | ")[4] for row in text.splitlines() if row.startswith("| ")}
+    assert shown["naive"].startswith("0.7/0.9: 2.0000, 0.9/0.7: 2.0000, 0.1/0.9: 2.0000")
+    assert shown["SparseLoCo"].startswith("1/0: 2.0000, 0.7/0: 2.0000, 0.5/0: 2.0000")
+
+
+def test_all_rows_are_in_a_figure(b):
+    deltas = ((0, 1.0, 0.5, 0.2), (1, 1.0, 0.5, 0.3))
+    row = b.cells.Row(recipe="demo-ddp")
+    found = b.cells.Outcome(row, ({},), curves=(((0.0, 0, 3.0), (1.0, 1, 2.0)),), sent=((0.0, 1.0),), deltas=(deltas,))
+    rows = {f"row {number}": found for number in range(16)}
+    for draw in (b.curves.costs_figure, b.curves.deltas_figure, b.curves._figure):
+        panel = draw(rows).axes[0]
+        assert [text.get_text() for text in panel.get_legend().get_texts()] == [*rows]
+        labelled = [line for line in panel.get_lines() if line.get_label() in rows]
+        assert len({(line.get_color(), line.get_linestyle()) for line in labelled}) == 16
+
+
+def test_the_time_to_a_loss_is_that_of_the_crossing_and_a_diverged_target_has_none(b):
+    report = b.paper_claims_report
+    row, curve = b.cells.Row(recipe="demo-ddp"), ((0.0, 0, 3.0), (10.0, 1, 2.0))
+    rows = {"A": b.cells.Outcome(row, ({"val_loss": 2.0},), curves=(curve,)), "B": b.cells.Outcome(row, (), ("diverged",))}
+    assert report.reach_time_s(rows["A"], 2.0 + report.CLOSE) == pytest.approx(9.8)
+    assert "| B | never | - |" in report.reach_table(rows, ["A", "B"], "A")
+    assert report.reach_table(rows, ["A", "B"], "B") == "B diverged: there is no loss to reach."
+
+
+def test_missing_cells_and_rates_beyond_an_edge_are_counted(b):
+    rows_of = b.paper_claims_rows
+    plan, method = rows_of.MEDIUM, rows_of.LARGE
+    groups = [b.ablations.Group(name="x", title="x", note="", rows=dict.fromkeys([*"ABC", rows_of.times_batch(4)]))]
+    best = {rate: 1.0 + index for index, rate in enumerate(plan.rates)}
+    tried = {
+        b.paper_claims_choices.choice_label(method, rows_of.Choice(rate, plan.outers[0])): outcome(b, loss)
+        for rate, loss in best.items()
+    }
+    study = study_of(b, {"A": outcome(b, 1.0, 1.0), "B": outcome(b, 1.0)}, plan, tried=tried)
+    cells, rates = b.paper_claims_verdicts.missing_lines(study, [("Tables", groups, [0, 7])])
+    assert cells == "Tables: 5 cells (2 of 4 with seed 0, 3 of 4 with seed 7)."
+    assert rates.startswith("Rates beyond the edge: 1 cells (`batch`). ")
+    assert "1 rows of the tables with several seeds" in rates
+
+
+def test_rows_run_in_the_order_of_their_tables(b):
+    """The headline first, then the tables with one seed, then methods of other papers."""
+    rows_of, plan = b.paper_claims_rows, b.paper_claims_rows.SMALL
+    choices = {method: rows_of.Choice(plan.rate, plan.outers[0]) for method in rows_of.RECIPES}
+    groups = [*rows_of.headline(plan, choices), *rows_of.one_seed(plan, choices), *rows_of.exchanges(plan, choices)]
+    assert (rows_of.CHOICES, *(group.name for group in groups)) == rows_of.TABLES
+
+
+def test_a_dry_run_lists_the_missing_cells_in_order_and_runs_none(b, tmp_path, capsys):
+    prepare(Preparation(corpus="stdlib", tokenizer="bytes", limit_bytes=150_000), tmp_path / "text")
+    command = ["--text", str(tmp_path / "text"), "--quick", "--quiet", "--seeds", "0", "--record", str(tmp_path / "record")]
+    b.paper_claims.main([*command, "--dry-run"])
+    *listed, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"{len(listed)} cells are missing. Rows follow when their method has chosen")
+    assert listed[0] == "outer rules: one worker, rate 0.02, outer 0.7/0.9, seed 100"
+    assert not (tmp_path / "record" / "cells.jsonl").exists()
+    b.paper_claims.main([*command, "--dry-run", "--only", "diloco"])
+    assert capsys.readouterr().out.startswith("0 cells are missing.")
+
+
+def published(b, name):
+    (record,) = (Path(b.paper_claims.__file__).parent / "records").glob(f"*_paper_claims{name}")
+    return record
+
+
+@pytest.mark.parametrize("name", ["", "_medium"])
+def test_keys_of_published_cells_are_those_of_their_settings_and_their_texts_digests(b, name):
+    known = json.loads((published(b, name) / "text.json").read_text())["text"]
+    found = cells(published(b, name))
+    assert {identity for cell in found for identity in cell["texts"].values()} == {b.record.text_identity(known)}
+    for cell in found[::10]:
+        run = b.cells.Row(recipe=cell["recipe"], settings=tuple(cell["settings"])).run(cell["seed"])
+        assert cell["key"] == b.cells.key_of(run, cell["texts"])
+
+
+def between(text, begin, end):
+    return text.partition(begin)[2].partition(end)[0]
+
+
+def copied(b, name, folder):
+    """A copy of a published record, without its tables."""
+    record = folder / published(b, name).name
+    record.mkdir()
+    for file in ("cells.jsonl", "text.json"):
+        shutil.copy(published(b, name) / file, record)
+    return record
+
+
+@pytest.mark.parametrize(("name", "seeds"), [("_medium", []), ("", ["--seeds", "0"])])
+def test_the_published_tables_are_those_of_the_record(b, tmp_path, monkeypatch, name, seeds):
+    """With `--minutes 0` no cell starts, also with a GPU. The tables need neither the text, whatever its folder, nor a GPU."""
+    root = Path(b.paper_claims.__file__).parents[1]
+    monkeypatch.chdir(tmp_path)
+    record, workload, pages = copied(b, name, tmp_path), name.strip("_") or "small", {}
+    markers = {f"paper_claims_{workload}": "docs/evidence.md"} | ({"evidence_brief": "README.md"} if name else {})
+    for marker, page in markers.items():
+        pages[marker] = tmp_path / Path(page).name
+        pages[marker].write_text(f"<!-- {marker}:begin -->\n<!-- {marker}:end -->\n")
+    command = ["--text", "any/folder", "--workload", workload, "--minutes", "0", "--quiet", "--record", str(record), *seeds]
+    readme = ["--readme", str(pages["evidence_brief"])] if name else []
+    b.paper_claims.main([*command, "--docs", str(pages[f"paper_claims_{workload}"]), *readme])
+    for marker, page in markers.items():
+        texts = (pages[marker].read_text(), (root / page).read_text())
+        made, shown = (between(text, f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->").splitlines() for text in texts)
+        linked = ("[The record]", "![the record's plot]")  # with other paths
+        assert [line for line in made if not line.startswith(linked)] == [line for line in shown if not line.startswith(linked)]
+        assert len(made) > 8
+    tables = (record / "README.md").read_text().partition("## How to reproduce")[0]
+    assert tables == (published(b, name) / "README.md").read_text().partition("## How to reproduce")[0]
+
+
+def test_a_text_in_another_folder_measures_no_published_cell_again(b, tmp_path, monkeypatch, capsys):
+    """No cell of the first seed of the headline is missing; with another text all are."""
+    monkeypatch.chdir(tmp_path)
+    record = copied(b, "_medium", tmp_path)
+    command = ["--text", "any/folder", "--workload", "medium", "--record", str(record), "--seeds", "0", "--dry-run", "--quiet"]
+    only = [part for name in ("diloco", "async", "acco") for part in ("--only", name)]
+    b.paper_claims.main([*command, *only])
+    assert capsys.readouterr().out.startswith("0 cells are missing.")
+    text = json.loads((record / "text.json").read_text())
+    text["text"]["token_digests"]["train"] = "0" * 32
+    (record / "text.json").write_text(json.dumps(text))
+    b.paper_claims.main([*command, "--only", "choices"])
+    assert "outer rules: DiLoCo, rate 0.004, outer 0.7/0.9, seed 100" in capsys.readouterr().out

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from atoll.core.errors import ConfigError
+from atoll.data.prepare import Preparation, prepare
 
 
 def test_the_next_process_reads_finished_cells(b, tmp_path):
@@ -16,6 +17,15 @@ def test_the_next_process_reads_finished_cells(b, tmp_path):
     again.add("two", {})
     again.add("three", {})
     assert (tmp_path / "source.txt").read_text().count("commit:") == 2
+
+
+def test_the_page_has_the_commands_that_measured_cells(b, tmp_path):
+    b.record.Record(tmp_path, ["measure", "--minutes", "3"]).add("one", {})
+    b.record.Record(tmp_path, ["measure", "--minutes", "4"]).add("two", {})
+    again = b.record.Record(tmp_path, ["measure", "--minutes", "0"])
+    assert "```\nmeasure --minutes 3\nmeasure --minutes 4\n```" in again.write("Title", []).read_text()
+    nothing = b.record.Record(tmp_path / "empty", ["measure"])
+    assert "```\nmeasure\n```" in nothing.write("Title", []).read_text()
 
 
 def test_a_truncated_last_line_is_dropped(b, lines_of, tmp_path):
@@ -48,3 +58,25 @@ def test_a_page_without_markers_is_refused_and_a_missing_page_is_not(b, tmp_path
     page.write_text("<!-- x:end --> <!-- x:begin -->")
     with pytest.raises(ConfigError, match="x:begin"):
         b.record.has_markers(page, "x")
+
+
+def test_another_text_of_equal_counts_is_refused(b, tmp_path):
+    folders = {}
+    for name, word in (("one", "abcd"), ("two", "abce")):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join([f"{word} " * 40] * 8))
+        corpus = f"files:{tmp_path}/{name}.txt"
+        prepare(Preparation(corpus=corpus, tokenizer="bytes", validation_corpus=corpus), tmp_path / name)
+        folders[name] = tmp_path / name
+    record = b.record.Record(tmp_path / "record")
+    b.record.check_texts(record, {"text": folders["one"]})
+    file = record.path / "text.json"
+    known = json.loads(file.read_text())
+    assert {*known["text"]["token_digests"]} == {"train", "validation"}
+    known["text"]["domains"] = json.loads((folders["two"] / "meta.json").read_text())["domains"]  # the digest alone differs
+    file.write_text(json.dumps(known))
+    with pytest.raises(ConfigError, match="holds another text"):
+        b.record.check_texts(record, {"text": folders["two"]})
+    del known["text"]["token_digests"]  # as in a record of an older version
+    file.write_text(json.dumps(known))
+    b.record.check_texts(record, {"text": folders["two"]})
+    assert json.loads(file.read_text()) == known

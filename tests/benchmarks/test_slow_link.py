@@ -43,10 +43,35 @@ def test_without_namespaces_the_benchmark_gives_the_reason_and_writes_no_record(
 def test_predictions_equal_the_formulas(b):
     params, measured = 1000, {"step_s": 0.5, "mbit_per_s": 0.064, "latency_s": 0.25}
     exchange_s = 2 * (0.25 + 2000 * 8 / 0.064e6)
-    algorithms = {name: make(7) for name, make in b.slow_atoll.ALGORITHMS.items()}
-    found = {name: b.slow_simulator.predicted_s(algorithm, params=params, **measured) for name, algorithm in algorithms.items()}
-    expected = {"DDP": 0.5 + exchange_s, "ZeRO-1": 0.5 + exchange_s, "DiLoCo": 3.5 + exchange_s, "ACCO": 2 * exchange_s}
-    assert found == pytest.approx(expected)
+    int4_bytes = 2 * (256 // 2 + 2)  # of half of the weights: two whole blocks with a scale each
+    predicted = b.slow_simulator.predicted
+    algorithms = {name: make(20) for name, make in b.slow_atoll.ALGORITHMS.items()}
+    found = {name: predicted(each, params=params, **measured) for name, each in algorithms.items()}
+    counted = {name: each for name, each in found.items() if name.startswith("bytes of")}
+    assert len(counted) == len(b.codec_speed.CODECS)
+    for name, each in counted.items():
+        codec, control = b.codec_speed.CODECS[name.removeprefix("bytes of ")], 16
+        assert each.sent_bytes == control + (
+            4000 if codec is None else codec.nbytes(1000) if codec.gathers else 2 * codec.nbytes(500)
+        )
+        del found[name]
+    expected = {"DDP": 0.5 + exchange_s, "ZeRO-1": 0.5 + exchange_s, "DiLoCo": 10 + exchange_s, "ACCO": 2 * exchange_s}
+    expected |= {"DiLoCo, int4": 10 + 2 * (0.25 + int4_bytes * 8 / 0.064e6), "streaming": 10, "streaming, int4": 10}
+    assert {name: each.round_s for name, each in found.items()} == pytest.approx(expected)
+    assert [found[name].sent_bytes for name in ("DDP", "ACCO", "DiLoCo, int4")] == [4016, 8032, 2 * int4_bytes + 16]
+
+
+def test_busy_shares_are_judged_against_the_simulators(b):
+    def cell(method, round_s, predicted_s):
+        return {"method": method, "rate": 10.0, "steps": 10, "step_s": 1.0, "round_s": round_s, "predicted_s": predicted_s}
+
+    dense, streamed = cell(b.slow_tables.DENSE, 25.0, 25.0), cell(b.slow_tables.STREAMED, 10.4, 10.0)
+    busy, shares = b.slow_tables.exchange_lines([dense, streamed])
+    assert busy.startswith("**holds here**: at 10 Mbit/s streaming with int4 computes for 96 %")
+    assert "DiLoCo in fp32 computes for 40 %" in busy
+    assert shares.startswith("**holds here**")
+    (slow, off) = b.slow_tables.exchange_lines([dense, cell(b.slow_tables.STREAMED, 12.5, 10.0)])
+    assert [slow.split(":")[0], off.split(":")[0]] == ["**does not hold here**"] * 2
 
 
 def test_virtual_time_does_not_depend_on_the_computation(b):

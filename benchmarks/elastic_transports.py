@@ -1,12 +1,9 @@
-"""An exchange of 25M parameters between two processes over gloo, over plain sockets and over TLS, and what a commit adds to it.
+"""What a commit adds to its exchange over gloo, over plain sockets and over TLS, for `elastic_cost.py`.
 
-    python benchmarks/socket_exchange.py             two minutes
-    python benchmarks/socket_exchange.py --quick     smoke test at small sizes
-
-An exchange is a reduce-scatter and an all-gather of one fp32 buffer, as on `--engine processes`. A commit is the exchange of an
-elastic round: announcements, checksums of all that is sent and received, the vote, and the digest of the new weights and momentum.
-All six alternate on one machine; figures are medians, and ratios to gloo are taken turn by turn. One torch thread each. Needs an
-idle machine, and the command `openssl` for a certificate.
+An exchange is a reduce-scatter and an all-gather of one fp32 buffer between two processes, as on `--engine processes`. A commit is
+the exchange of an elastic round: announcements, checksums of all that is sent and received, the vote, and the digest of the new
+weights and momentum. All six alternate on one machine; figures are medians, and ratios to gloo are taken turn by turn. One torch
+thread each. Needs the command `openssl` for a certificate.
 """
 
 from __future__ import annotations
@@ -33,26 +30,19 @@ from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.point_to_point import Group
 from atoll.engines.round_record import WallClock
 from atoll.engines.socket_transport import SocketGroup
-from progress import CellProgress, timed
-from record import benchmark_parser, markdown_table, open_record, script
+from progress import timed
+from record import markdown_table
 
 GLOO, PLAIN, TLS = TRANSPORTS = "gloo", "plain sockets", "TLS 1.3"
-ALLOWED_S = 0.1
-"""The most that a commit may cost besides its exchange."""
 LOCALHOST, TIMEOUT_S = "127.0.0.1", 60.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A number of parameters, and of turns after a warm-up turn. Without `chunk_bytes` each transport uses its own."""
+    """A number of parameters, and of turns after a warm-up turn."""
 
     params: int
     turns: int
-    chunk_bytes: int | None = None
-
-    @property
-    def key(self) -> str:
-        return f"{self.params} parameters, {self.turns} turns, chunks of {self.chunk_bytes or 'the default'} bytes"
 
 
 def connected(group: dist.ProcessGroup, certificate: str | None) -> SocketGroup:
@@ -81,7 +71,7 @@ class Measured:
     """Both exchanges of one transport."""
 
     def __init__(self, group: Group, plan: Plan) -> None:
-        self._collectives = GroupCollectives(group, timeout_s=TIMEOUT_S, chunk_bytes=plan.chunk_bytes)
+        self._collectives = GroupCollectives(group, timeout_s=TIMEOUT_S)
         generator = torch.Generator().manual_seed(group.rank())
         self._delta = Tree.of({"weights": torch.randn(plan.params, generator=generator)})
         self._state = {"params": Tree.of({"weights": torch.zeros(plan.params)}), "velocity": self._delta.copy()}
@@ -124,24 +114,13 @@ def measured(group: dist.ProcessGroup, plan: Plan, certificate: str) -> dict[str
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def transport_costs(plan: Plan) -> dict[str, Any]:
+    """Both exchanges over each transport, as both processes measured them."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder of `tests`
     from tests.process_pool import ProcessPool
 
-    parser = benchmark_parser(__doc__, "socket_exchange", quick=True)
-    parser.add_argument("--turns", type=int, default=15, help="measurements of each")
-    parser.add_argument("--chunk-bytes", type=int, help="of all transports; None: each its own")
-    options = parser.parse_args(arguments)
-    plan = Plan(10_000, 2) if options.quick else Plan(25_000_000, options.turns, options.chunk_bytes)
-    record = open_record(options, "socket_exchange")
-    if record.get(plan.key) is None:
-        with CellProgress("socket exchange", 1, quiet=options.quiet) as progress:
-            progress.begin(plan.key)
-            with closing(ProcessPool(2)) as both, tempfile.TemporaryDirectory() as folder:
-                ranks = both.run(measured, plan, make_certificate(folder))
-                record.add(plan.key, {"params": plan.params, "ranks": ranks})
-            progress.end(plan.key)
-    record.publish("Exchanges over sockets of atoll's own", sections_of(record[plan.key]))
+    with closing(ProcessPool(2)) as both, tempfile.TemporaryDirectory() as folder:
+        return {"params": plan.params, "ranks": both.run(measured, plan, make_certificate(folder))}
 
 
 def make_certificate(folder: str) -> str:
@@ -158,9 +137,9 @@ def make_certificate(folder: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- the report
 
 
-def sections_of(cell: Mapping[str, Any]) -> list[str]:
+def transport_section(cell: Mapping[str, Any]) -> str:
+    """What the checks of a commit add to its exchange, and what TLS adds to both."""
     exchange, commit = ({name: slower(cell["ranks"], what, name) for name in TRANSPORTS} for what in ("exchange", "commit"))
-    added = {name: median(c - e for c, e in zip(commit[name], exchange[name], strict=True)) for name in TRANSPORTS}
     rows = [
         [
             name,
@@ -168,19 +147,17 @@ def sections_of(cell: Mapping[str, Any]) -> list[str]:
             f"{ratio(exchange[name], exchange[GLOO]):.2f}",
             f"{median(commit[name]):.3f}",
             f"{ratio(commit[name], commit[GLOO]):.2f}",
-            f"{added[name]:.3f}",
+            f"{median_difference(commit[name], exchange[name]):.3f}",
         ]
         for name in TRANSPORTS
     ]
     headings = ["transport", "exchange, s", "to gloo", "commit, s", "to gloo", "commit beyond exchange, s"]
-    holds = "it holds" if max(added.values()) <= ALLOWED_S else "**it does not hold**"
-    tls_s = median(t - p for t, p in zip(commit[TLS], commit[PLAIN], strict=True))
     words = (
-        f"{cell['params']:,} fp32 parameters between two processes over loopback, {len(exchange[GLOO])} turns. Checksums, votes "
-        f"and digests of a commit cost {max(added.values()):.3f} s at most beyond the exchange (allowed: {ALLOWED_S:g} s): {holds}."
-        f" TLS adds {tls_s:.3f} s to a commit over plain sockets."
+        f"The exchange alone, without an engine: {cell['params']:,} fp32 parameters between two processes over loopback, "
+        f"{len(exchange[GLOO])} turns. TLS adds {median_difference(exchange[TLS], exchange[PLAIN]):.3f} s to an exchange over "
+        f"plain sockets, and {median_difference(commit[TLS], commit[PLAIN]):.3f} s to a commit."
     )
-    return [words, markdown_table(headings, rows)]
+    return f"{words}\n\n{markdown_table(headings, rows)}"
 
 
 def slower(ranks: Sequence[Mapping[str, Any]], what: str, name: str) -> list[float]:
@@ -188,9 +165,9 @@ def slower(ranks: Sequence[Mapping[str, Any]], what: str, name: str) -> list[flo
     return [max(turn) for turn in zip(*(rank[what][name] for rank in ranks), strict=True)]
 
 
+def median_difference(seconds: Sequence[float], base: Sequence[float]) -> float:
+    return median(one - other for one, other in zip(seconds, base, strict=True))
+
+
 def ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
     return median(one / other for one, other in zip(seconds, base, strict=True))
-
-
-if __name__ == "__main__":
-    script(main)

@@ -1,0 +1,427 @@
+"""The verdicts of `paper_claims.py`: each claim of a paper as a difference between two rows, judged in the paper's direction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+import figure_text
+import paper_claims_choices as choices_of
+import paper_claims_rows as rows_of
+from ablations import Group
+from cells import Outcome
+from claims import INTERVAL_RULE, Claim, costs, few_seeds, higher, lower
+from paper_claims_rows import (
+    ACCO,
+    BUFFER,
+    DELAYED,
+    DPU,
+    NAIVE,
+    ONE,
+    OVERLAPPED,
+    SYNC,
+    WP,
+    Choice,
+    Plan,
+    diloco,
+    times_batch,
+    times_updates,
+)
+from record import markdown_table
+from seed_statistics import Sample, difference
+
+GATE = 0.15
+"""Nats. A claim about k times the batch is judged where that batch gains at most this much over one worker: else it is k times the
+data, and no method that communicates less can be as good."""
+CLOSE = 0.02
+"""Nats. The second column of verdicts: whether the first row ends at most this much above the second."""
+LEAST_SEEDS = 3
+"""Fewer give neither a verdict nor an interval: with two, both rest on one difference."""
+FAVOURED = " (edge)"
+"""Marks a verdict that an edge of the grid of rates favours."""
+
+Outcomes = Mapping[str, Outcome]
+_PPL = "{} and {} of perplexity"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What was run, and what the tables are made of."""
+
+    plan: Plan
+    choices: Mapping[str, Choice]
+    tried: Outcomes  # the candidates that methods chose from
+    outcomes: Outcomes  # by label, the rows that have cells
+    text: Mapping[str, Any]  # facts about the prepared text
+    seeds: tuple[int, ...]
+
+    @property
+    def edge(self) -> frozenset[str]:
+        """The methods whose rate is at the edge of those that were tried."""
+        return choices_of.at_edge(self.plan, self.tried, self.choices)
+
+    def gain(self, islands: int) -> float | None:
+        """What k times the batch gains over one worker, in nats; None if one of them was not run."""
+        return gain(self.outcomes, ONE, times_batch(islands))
+
+    def judged(self, islands: int) -> bool:
+        """Whether claims about this larger batch are judged."""
+        found = self.gain(islands)
+        return found is not None and found <= GATE
+
+
+def gain(outcomes: Outcomes, one: str, batch: str) -> float | None:
+    """By how much the larger batch ends below one worker, over the seeds that both have."""
+    losses = [outcomes[label].loss if label in outcomes else None for label in (one, batch)]
+    return None if losses[0] is None or losses[1] is None else mean_difference(losses[0], losses[1])
+
+
+def mean_difference(one: Sample, two: Sample) -> float:
+    """The first minus the second, over the first seeds that both have."""
+    return fmean(mine - other for mine, other in zip(one.values, two.values, strict=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tested:
+    """A paper's claim about two rows.
+
+    Attributes:
+        claim: in the paper's direction, or with the paper's bound; None: the paper has figures in both directions.
+        terms: labels of the two rows.
+        paper: the paper's own figures.
+        regime: where it was tried here.
+        near: also judge whether the first row ends at most this much above the second; None: only the paper's direction.
+        batch: the k of the larger batch that it is about, if it is about one.
+    """
+
+    text: str
+    claim: Claim | None
+    terms: tuple[str, str]
+    paper: str
+    regime: str
+    near: float | None = None
+    batch: int | None = None
+
+
+def _tested(claim: Claim, paper: str, regime: str, *, near: float | None = None, batch: int | None = None) -> Tested:
+    (_, one), (_, other) = claim.terms
+    return Tested(text=claim.text, claim=claim, terms=(one, other), paper=paper, regime=regime, near=near, batch=batch)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the claims
+
+
+def headline_claims(study: Study) -> list[Tested]:
+    """The three papers' headline claims."""
+    plan = study.plan
+    k, many, short, long = plan.islands, plan.many, plan.lengths[0], plan.lengths[-1]
+    return [
+        *(_against_batch(study, islands, length) for islands, length in ((k, short), (k, long), (many, short), (many, long))),
+        _below_one(study, many, long),
+        *_hub_claims(study)[:2],
+        *_overlap_claims(study)[:2],
+    ]
+
+
+def further_claims(study: Study) -> list[Tested]:
+    """All other claims."""
+    plan = study.plan
+    short, long = plan.lengths[0], plan.lengths[-1]
+    headline = {each.terms for each in headline_claims(study)}
+    every = [_against_batch(study, islands, length) for islands in plan.counts for length in plan.lengths]
+    every += [_below_one(study, islands, length) for islands in plan.counts for length in plan.lengths]
+    for islands in plan.counts:
+        text = f"DiLoCo: {islands} times the updates end below DiLoCo with H={short}"
+        claim = lower(text, times_updates(islands), diloco(islands, short))
+        every.append(_tested(claim, _PPL.format("14.72", "15.02"), _rounds(plan, islands, short)))
+    more = lower(f"DiLoCo: {plan.many} islands end below {plan.islands}", diloco(plan.many, short), diloco(plan.islands, short))
+    every.append(_tested(more, _PPL.format("15.08", "15.23"), f"rounds of {short} steps"))
+    rare = costs(
+        f"DiLoCo: H={long} costs at most 2.9 % of perplexity to H={short}",
+        diloco(plan.islands, long),
+        diloco(plan.islands, short),
+        2.9,
+    )
+    every.append(_tested(rare, "2.9 % from H=50 to 1,000", _rounds(plan, plan.islands, long)))
+    every += [*_hub_claims(study), *_overlap_claims(study), *_exchange_claims(plan)]
+    return [each for each in every if each.terms not in headline]
+
+
+def _rounds(plan: Plan, islands: int, length: int) -> str:
+    return f"{islands} islands, {plan.steps // length} rounds of {length} steps"
+
+
+def _against_batch(study: Study, islands: int, length: int) -> Tested:
+    claim = lower(
+        f"DiLoCo, k={islands}, H={length}: below {islands} times the batch", diloco(islands, length), times_batch(islands)
+    )
+    gained = study.gain(islands)
+    regime = _rounds(study.plan, islands, length) + ("" if gained is None else f"; the larger batch gains {gained:.3f}")
+    return _tested(claim, _PPL.format("15.02", "15.30") + ", 8 islands, 128 rounds of 500", regime, near=CLOSE, batch=islands)
+
+
+def _below_one(study: Study, islands: int, length: int) -> Tested:
+    claim = lower(f"DiLoCo, k={islands}, H={length}: below one worker", diloco(islands, length), ONE)
+    return _tested(claim, _PPL.format("15.02", "16.23"), _rounds(study.plan, islands, length))
+
+
+def _hub_claims(study: Study) -> list[Tested]:
+    plan, batch = study.plan, times_batch(study.plan.islands)
+    regime = f"{plan.islands} workers of 0.58 to 3.33 s a step, rounds of {plan.lengths[0]} steps, a window of {plan.grace_s:g} s"
+    shared = _share(study, DELAYED, SYNC)
+    name = "Asynchronous (Delayed Nesterov, Dynamic Local Updates)"
+    return [
+        _tested(lower(f"{name}: below synchronous", DELAYED, SYNC), _PPL.format("41.13", "41.35"), regime + shared, near=CLOSE),
+        _tested(lower(f"{name}: below a naive hub", DELAYED, NAIVE), _PPL.format("41.13", "44.27"), regime),
+        _tested(
+            lower(f"{name}: below {plan.islands} times the batch", DELAYED, batch),
+            _PPL.format("41.13", "42.47"),
+            regime,
+            near=CLOSE,
+            batch=plan.islands,
+        ),
+        _tested(lower(f"{name}: below a buffer of k arrivals", DELAYED, BUFFER), "figure 8", regime),
+    ]
+
+
+def _overlap_claims(study: Study) -> list[Tested]:
+    plan = study.plan
+    regime = (
+        f"{plan.islands} islands, {plan.steps:,} updates of {plan.islands * plan.batch_size * plan.seq_len:,} tokens, "
+        f"{plan.overlap_mbit_per_s:g} Mbit/s{_exchange_share(study)}"
+    )
+    both = "24.2 and 24.3 of perplexity on 8 GPUs, 22.5 and 21.7 on 32"
+    text = "ACCO: as good as data-parallel training"
+    same = Tested(
+        text=text, claim=None, terms=(ACCO, OVERLAPPED), paper=both, regime=regime + _share(study, ACCO, OVERLAPPED), near=CLOSE
+    )
+    return [
+        same,
+        _tested(lower("ACCO: below delayed updates", ACCO, DPU), "a gap that a warm-up does not close", regime),
+        _tested(lower("ACCO: below weight prediction", ACCO, WP), "figure 5", regime),
+    ]
+
+
+def _exchange_share(study: Study) -> str:
+    """How long an exchange takes, from the bytes that DDP sends."""
+    sent = study.outcomes[OVERLAPPED].mean("sent_bytes_per_island") if OVERLAPPED in study.outcomes else None
+    if sent is None:
+        return ""
+    share = 8 * sent / study.plan.steps / (study.plan.overlap_mbit_per_s * 1e6)
+    return f": an exchange takes {share:.3f} of a batch's time"
+
+
+def _share(study: Study, one: str, other: str) -> str:
+    if not {one, other} <= study.outcomes.keys():
+        return ""
+    share = figure_text.time_ratio(study.outcomes[one], study.outcomes[other])
+    return "" if share is None else f"; {share:.3f} of the time"
+
+
+def _exchange_claims(plan: Plan) -> list[Tested]:
+    regime, dense = f"{_rounds(plan, plan.islands, plan.lengths[0])}, {plan.exchange_mbit_per_s:g} Mbit/s", rows_of.DENSE
+    near = {rows_of.streaming(overlap): CLOSE for overlap in plan.overlaps} | {"DiLoCo, int4": 0.005, rows_of.EAGER: 0.03}
+    limits = [
+        Claim(text=f"{label}: at most {limit:g} above DiLoCo", terms=((1.0, label), (-1.0, dense)), below=limit)
+        for label, limit in near.items()
+    ]
+    below = [
+        lower("DiLoCo, int2: below the same without feedback", "DiLoCo, int2", "DiLoCo, int2, no feedback"),
+        lower("DiLoCo with Muon inside: below DiLoCo with AdamW inside", rows_of.MUON, dense),
+    ]
+    batch = lower("DiLoCo with Muon inside: below data-parallel training with Muon", rows_of.MUON, rows_of.MUON_BATCH)
+    return [*(_tested(claim, "-", regime) for claim in (*limits, *below)), _tested(batch, "-", regime, near=CLOSE)]
+
+
+# -------------------------------------------------------------------------------------------------------------------- verdicts
+
+
+def verdict(study: Study, claim: Claim) -> str:
+    """On the difference of two rows that were run."""
+    (_, one), (_, other) = claim.terms
+    mine, its = study.outcomes[one].loss, study.outcomes[other].loss
+    if mine is None or its is None:
+        return "**diverged**"
+    seeds, found = min(len(mine.values), len(its.values)), difference(mine, its)
+    none = few_seeds(seeds, LEAST_SEEDS)
+    if none is not None or found is None:
+        return f"**{none}**"
+    judged = claim.judge(found)
+    return f"**{judged}**{FAVOURED if _favoured(study, claim, judged) else ''}"
+
+
+def _favoured(study: Study, claim: Claim, judged: str) -> bool:
+    """Whether a rate beyond those that were tried could only weaken the verdict: the row that it is against is at the edge of its
+    rates, and the other is not."""
+    (_, one), (_, other) = claim.terms
+    low, high = (one, other) if claim.below < math.inf else (other, one)
+    if judged not in ("holds here", "does not hold here"):
+        return False
+    against, favoured = (high, low) if judged == "holds here" else (low, high)
+    return rows_of.method_of(against) in study.edge and rows_of.method_of(favoured) not in study.edge
+
+
+def difference_text(one: Sample, two: Sample) -> str:
+    """With an interval, if there are enough seeds.
+
+    >>> difference_text(Sample((1.0, 1.1)), Sample((1.2, 1.3, 1.4)))
+    '-0.2000'
+    >>> difference_text(Sample((1.0, 1.1, 1.2)), Sample((1.2, 1.3, 1.4)))
+    '-0.2000 [-0.2000, -0.2000]'
+    """
+    found = difference(one, two)
+    if found is None or min(len(one.values), len(two.values)) < LEAST_SEEDS:
+        return f"{mean_difference(one, two):+.4f}"
+    return figure_text.interval_text(found)
+
+
+def compared_text(study: Study, one: str, other: str | None) -> str:
+    """The difference of two rows; a dash if one was not run, or both are the same run."""
+    rows = study.outcomes
+    if other is None or other not in rows or rows[one].row.run(0) == rows[other].row.run(0):
+        return "-"
+    mine, its = rows[one].loss, rows[other].loss
+    return "-" if mine is None or its is None else difference_text(mine, its)
+
+
+def kept_text(study: Study, label: str, islands: int | None) -> str:
+    """The share of the larger batch's gain over one worker that a row has."""
+    if islands is None:
+        return "-"
+    whole, part = study.gain(islands), gain(study.outcomes, ONE, label)
+    return "-" if not whole or part is None else f"{part / whole:.2f}"
+
+
+def claims_table(study: Study, tested: Sequence[Tested]) -> str:
+    """The claims whose rows were run."""
+    lines = []
+    for each in tested:
+        one, other = each.terms
+        if not set(each.terms) <= study.outcomes.keys():
+            continue
+        near = each.near and Claim(text="", terms=((1.0, one), (-1.0, other)), below=each.near)
+        if each.batch is not None and not study.judged(each.batch):
+            verdicts = ["**not judged here**"] * 2
+        else:
+            verdicts = [verdict(study, claim) if claim else "-" for claim in (each.claim, near)]
+        kept = kept_text(study, one, each.batch)
+        lines.append([each.text, each.paper, compared_text(study, one, other), *verdicts, kept, each.regime])
+    headings = ["claim", "the paper", "difference of loss here", "claim holds", f"at most {CLOSE:g} above"]
+    return markdown_table([*headings, "share of the gain", "regime here"], lines, left=7)
+
+
+def rules_text(study: Study) -> str:
+    """How to read the verdicts."""
+    return (
+        f"{INTERVAL_RULE} Fewer than {LEAST_SEEDS} seeds give neither a verdict nor an interval. The papers' claims are strict: "
+        f'"below" is a difference below 0. The next column judges a weaker claim, that the row ends at most {CLOSE:g} above. The '
+        f"share of the gain is that of the larger batch over one worker. (edge) marks a verdict that an edge of the grid "
+        f"favours: the row that it is against has its best rate at the edge of those that were tried, and the other row has not."
+    )
+
+
+def gate_lines(study: Study) -> list[str]:
+    """What each larger batch gains, and whether claims about it are judged."""
+    pairs = [(times_batch(islands), ONE) for islands in (*study.plan.counts, study.plan.most)]
+    pairs += [(f"{rows_of.LARGE}, {kind}", f"{ONE}, {kind}") for kind in ("half of the steps", "larger model")]
+    lines = []
+    for batch, one in pairs:
+        found = gain(study.outcomes, one, batch)
+        if found is not None:
+            decision = "claims about it are judged" if found <= GATE else "**not judged here**"
+            lines.append(f"{batch} gains {found:.3f} nats over {one} (the limit is {GATE:g}): {decision}.")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------------- noise, and what is missing
+
+
+def noise_text(study: Study) -> str:
+    """How far rows differ that train the same over other links or at other speeds."""
+    k, short = study.plan.islands, study.plan.lengths[0]
+    replicates = ((diloco(k, short), SYNC, rows_of.DENSE), (times_batch(k), OVERLAPPED))
+    found = []
+    for labels in replicates:
+        losses = [loss.values for label in labels if label in study.outcomes and (loss := study.outcomes[label].loss) is not None]
+        found += [abs(a - b) for one, two in combinations(losses, 2) for a, b in zip(one, two, strict=False)]
+    if not found:
+        return ""
+    rows = " and ".join(", ".join(f"`{label}`" for label in labels) for labels in replicates)
+    return (
+        f"Rows that train the same over other links measure the noise of a repetition: {rows}. With the same seed they differ by "
+        f"up to {max(found):.4f} ({len(found)} pairs, mean {fmean(found):.4f}). A smaller difference is noise."
+    )
+
+
+def missing_lines(study: Study, parts: Sequence[tuple[str, Sequence[Group], Sequence[int]]]) -> list[str]:
+    """The cells of each part that were not run, and the rates that were not tried."""
+    lines = []
+    for title, groups, seeds in parts:
+        labels = [label for group in groups for label in group.rows]
+        found = [
+            len(study.outcomes[label].summaries) + len(study.outcomes[label].errors) if label in study.outcomes else 0
+            for label in labels
+        ]
+        missing = [sum(count <= number for count in found) for number in range(len(seeds))]
+        each = ", ".join(f"{count} of {len(labels)} with seed {seed}" for count, seed in zip(missing, seeds, strict=True) if count)
+        lines.append(f"{title}: {sum(missing)} cells ({each})." if sum(missing) else f"{title}: none.")
+    further = choices_of.further_rows(study.plan, study.tried)
+    untried = [
+        label for label in further if label not in study.tried or not (study.tried[label].summaries or study.tried[label].errors)
+    ]
+    if untried:
+        methods = [label.partition(", rate ")[0] for label in untried]
+        named = ", ".join(f"`{method}`" for method in methods)
+        rows = [label for _, groups, _ in parts for group in groups for label in group.rows if rows_of.method_of(label) in methods]
+        lines.append(
+            f"Rates beyond the edge: {len(untried)} cells ({named}). A method that ends lower there runs its rows "
+            f"again: {len(rows)} rows of the tables with several seeds have one of these methods."
+        )
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------------------ the islands' deltas
+
+
+def deltas_table(study: Study) -> str:
+    """Figures 10 and 11 of DiLoCo: how alike the islands' deltas are. Means over rounds and seeds."""
+    rows = []
+    for islands in study.plan.counts:
+        for length in study.plan.lengths:
+            outcome = study.outcomes.get(diloco(islands, length))
+            if outcome is not None and outcome.deltas:
+                cosines = over_seeds(outcome, lambda norm, mean, cosine: cosine)
+                ratios = over_seeds(outcome, lambda norm, mean, cosine: mean / norm)
+                rows.append([diloco(islands, length), f"{cosines.mean:.2f}", f"{ratios.mean:.2f}", f"{islands**-0.5:.2f}"])
+    return markdown_table(["row", "mean cosine", "norm of the mean over mean norm", "1/sqrt(k)"], rows)
+
+
+def over_seeds(outcome: Outcome, figure: Callable[[float, float, float], float]) -> Sample:
+    """A figure of the deltas (mean norm, norm of the mean, mean cosine), mean over rounds, by seed."""
+    return Sample(
+        tuple(
+            fmean(figure(norm, mean, cosine) for _, norm, mean, cosine in rounds if cosine is not None) for rounds in outcome.deltas
+        )
+    )
+
+
+def deltas_lines(study: Study) -> list[str]:
+    """Whether longer rounds make the deltas more alike, and more islands less."""
+    k, many, short = study.plan.islands, study.plan.many, study.plan.lengths[0]
+    pairs = [(diloco(islands, long), diloco(islands, short)) for islands in (k, many) for long in study.plan.lengths[1:]]
+    lines = []
+    for one, other in pairs:
+        if {one, other} <= study.outcomes.keys() and study.outcomes[one].deltas and study.outcomes[other].deltas:
+            samples = [over_seeds(study.outcomes[label], lambda norm, mean, cosine: cosine) for label in (one, other)]
+            found = difference(*samples)
+            seeds = min(len(sample.values) for sample in samples)
+            none = few_seeds(seeds, LEAST_SEEDS)
+            claim = higher("", one, other)
+            judged = none if none is not None or found is None else claim.judge(found)
+            value = figure_text.interval_text(found) if none is None and found is not None else f"{mean_difference(*samples):+.4f}"
+            lines.append(f"**{judged}**: the deltas of {one} are more alike than those of {other}: cosine {value}.")
+    return lines
