@@ -3,13 +3,17 @@
 # make test        lint, types, fast tests, links and code of the pages
 # make test-slow   fuzzers, short soaks, network namespaces
 # make docs        the docs site, in site/
-# make evidence    the papers' claims: TEXT=FOLDER with train* and valid* files of text; DEVICE=cuda for the larger workload
+# make docs-commands   the commands of the pages, in an environment with the wheel alone
+# make matrix      the fast tests with every Python and torch that pyproject.toml allows; the table in docs/overview.md. SHORT=1: fewer
+# make evidence    the papers' claims: TEXT=FOLDER with train* and valid* files of text; WORKLOAD=medium or large on a GPU, where
+#                  medium also makes the studies with small batches (DOMAINS=FOLDER: shards by domain) and the speeds;
+#                  RECORD=FOLDER continues a record; DOCS=1 writes the pages' tables; DRY=1 lists the missing cells
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test test-slow lint types docs evidence clean
+.PHONY: install demo test test-slow lint types docs docs-commands matrix evidence gpu-evidence clean
 
 install: $(STAMP)
 
@@ -25,10 +29,10 @@ demo: $(STAMP)
 	$(BIN)/atoll compare demo-ddp demo-diloco demo-async demo-acco
 
 test: $(STAMP) lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow tests
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -40,17 +44,51 @@ types: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# A repeated command continues the study of the same day. RECORD=FOLDER continues another one.
-DEVICE ?= cpu
-TOKENS := prepared/evidence-$(DEVICE)
-TOKENIZER := $(if $(filter cuda,$(DEVICE)),bpe:8192,bytes)
+docs-commands: $(STAMP)
+	$(BIN)/python -m tools.docs_commands
+
+matrix:
+	$(PYTHON) -m tools.matrix $(CELLS) $(if $(SHORT),--short) --docs docs/overview.md
+
+# A repeated command continues the studies of the same day. RECORD=FOLDER continues another record of the workload.
+WORKLOAD ?= small
+PROCESSES ?= 2
+prepared_text = prepared/evidence-$(subst :,-,$(1))
+TOKENS ?= $(call prepared_text,$(if $(filter large,$(WORKLOAD)),bpe:8192,bytes))
+PAGES := $(if $(DOCS),--docs docs/evidence.md)
+CUDA := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+
+# $(call prepare,TOKENIZER,FOLDER)
+define prepare
+	test -f $(2)/meta.json || $(BIN)/atoll data prepare 'files:$(TEXT)/train*' --validation-corpus 'files:$(TEXT)/valid*' \
+		--tokenizer $(1) --out $(2)
+	@grep -qF '"corpus": "files:$(TEXT)/train*"' $(2)/meta.json || { \
+		echo '$(2) was not prepared from $(TEXT): remove it, or name another folder with TOKENS=FOLDER' >&2; exit 2; }
+endef
 
 evidence: $(STAMP)
 	@test -n '$(TEXT)' || { echo 'make evidence TEXT=FOLDER: name a folder with train* and valid* files of text' >&2; exit 2; }
-	test -d $(TOKENS) || $(BIN)/atoll data prepare 'files:$(TEXT)/train*' --validation-corpus 'files:$(TEXT)/valid*' \
-		--tokenizer $(TOKENIZER) --out $(TOKENS)
-	$(BIN)/python benchmarks/paper_claims.py --text $(TOKENS) --device $(DEVICE) --processes 2 $(if $(RECORD),--record $(RECORD)) \
-		--docs docs/evidence.md --readme README.md
+	@test '$(WORKLOAD)' = small -o -n '$(DRY)' || $(CUDA) || { \
+		echo 'WORKLOAD=$(WORKLOAD) needs a CUDA device, torch sees none: use WORKLOAD=small, or DRY=1 to list the cells' >&2; exit 2; }
+	$(call prepare,$(if $(filter large,$(WORKLOAD)),bpe:8192,bytes),$(TOKENS))
+	$(BIN)/python benchmarks/paper_claims.py --text $(TOKENS) --workload $(WORKLOAD) --processes $(PROCESSES) \
+		$(if $(RECORD),--record $(RECORD)) $(if $(filter large,$(WORKLOAD)),,$(PAGES)) $(if $(DRY),--dry-run) \
+		$(if $(DOCS),$(if $(filter medium,$(WORKLOAD)),--readme README.md))
+	$(if $(filter medium,$(WORKLOAD)),$(if $(DRY),,$(MAKE) gpu-evidence))
+
+# The studies with small batches, and the speeds. They need a CUDA device.
+gpu-evidence: SMALL_BATCH := $(call prepared_text,bpe:16384)
+gpu-evidence: SPEED := $(call prepared_text,bpe:8192)
+gpu-evidence:
+	$(call prepare,bpe:16384,$(SMALL_BATCH))
+	$(if $(DOMAINS),test -f prepared/evidence-domains/meta.json || $(BIN)/atoll data prepare files:$(DOMAINS) \
+		--tokenizer $(SMALL_BATCH)/tokenizer.json --out prepared/evidence-domains,@echo 'no DOMAINS=FOLDER: no shards by domain')
+	for study in diloco async acco; do $(BIN)/python benchmarks/evidence_$$study.py --text $(SMALL_BATCH) \
+		$(if $(DOMAINS),--domains prepared/evidence-domains) --processes $(PROCESSES) || exit; done
+	$(BIN)/python benchmarks/evidence_headline.py $(PAGES)
+	$(call prepare,bpe:8192,$(SPEED))
+	$(BIN)/python benchmarks/gpu_algorithms.py --text $(SPEED)
+	$(BIN)/python benchmarks/gpu.py $(PAGES)
 
 clean:
-	rm -rf .venv build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .matrix build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

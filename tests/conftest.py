@@ -4,7 +4,6 @@ where it ignores SIGINT."""
 
 import signal
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,38 +41,3 @@ def three(four):
 @pytest.fixture(scope="session")
 def two(four):
     return four.subset(2)
-
-
-COLLECTED = pytest.StashKey[set]()
-
-
-def pytest_configure(config):
-    config.stash[COLLECTED] = set()
-
-
-def pytest_itemcollected(item):
-    """pytest calls this before it deselects tests, so that deselected tests count as collected."""
-    item.config.stash[COLLECTED].add(item.path)
-
-
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist sends the paths that it collected to the controller
-        session.config.workeroutput["collected"] = [str(path) for path in session.config.stash[COLLECTED]]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    node.config.stash[COLLECTED].update(map(Path, getattr(node, "workeroutput", {}).get("collected", ())))
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    test_files = set(Path(__file__).parent.rglob("test_*.py"))
-    collected = test_files & config.stash[COLLECTED]
-    terminalreporter.write_line(f"collected {len(collected)} of {len(test_files)} test files")
-
-
-@pytest.fixture
-def collected(request):
-    """The files that this session collected tests from; None if it runs a part of the suite."""
-    config = request.config
-    return config.stash[COLLECTED] if config.args == config.getini("testpaths") else None
