@@ -45,18 +45,20 @@ def process_tree(root: int) -> list[int]:
 
 def listening_sockets(root: int) -> set[ListeningSocket]:
     """The sockets on which this process and its descendants listen now."""
+    return {one for pid in process_tree(root) for one in sockets_of(pid)}
+
+
+def sockets_of(pid: int) -> set[ListeningSocket]:
+    """The sockets on which this process listens now; none if it has ended."""
     found = set()
-    for pid in process_tree(root):
-        try:
-            inodes = {inode for path in Path(f"/proc/{pid}/fd").iterdir() if (inode := _inode(path)) is not None}
-            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-            for protocol in ("tcp", "tcp6", "udp", "udp6"):
-                for line in Path(f"/proc/{pid}/net/{protocol}").read_text().splitlines()[1:]:
-                    _, local, _, state, *_, inode = line.split()[:10]
-                    if inode in inodes and state == _LISTENS[protocol[:3]]:
-                        found.add(ListeningSocket(protocol, *_address(local), command))
-        except OSError:
-            continue  # it has just ended
+    with suppress(OSError):
+        inodes = {inode for path in Path(f"/proc/{pid}/fd").iterdir() if (inode := _inode(path)) is not None}
+        command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        for protocol in ("tcp", "tcp6", "udp", "udp6"):
+            for line in Path(f"/proc/{pid}/net/{protocol}").read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if inode in inodes and state == _LISTENS[protocol[:3]]:
+                    found.add(ListeningSocket(protocol, *_address(local), command))
     return found
 
 

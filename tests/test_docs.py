@@ -22,7 +22,7 @@ import atoll
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
-from atoll.cli import inspect_commands, main as cli, prepare_command, run_command
+from atoll.cli import doctor_command, inspect_commands, list_runs, main as cli, prepare_command, run_command, sweep_command
 from atoll.cli.recipe_settings import run_of, spec_with
 from atoll.core.config.overrides import override
 from atoll.core.events import KINDS, RoundFinished
@@ -36,23 +36,13 @@ from atoll.telemetry.summary import Summary
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import FaultScript
 from tests.samples import SMALL as TINY
+from tools.docs_commands import blocks, shell_lines
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 COVERAGE = DOCS / "coverage.md"
 PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md")])
 SMALL = [*TINY, "train.steps=9", "train.warm_start_steps=2", "keep.evaluate_every=3", "keep.save_every=3"]
-
-
-def blocks(page, language):
-    """The fenced blocks of a page in this language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-def shell_lines(page):
-    """The command lines of a page. Lines joined by a backslash are one."""
-    lines = (line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 def table_commands(page):
@@ -89,7 +79,11 @@ def parsed(monkeypatch, capsys, tmp_path):
     for command in cli.app.registered_commands:
         if command.callback in (cli.generate, cli.export, cli.replay, cli.evaluate):
             monkeypatch.setattr(command, "callback", wraps(command.callback)(stand_in(cli, command.callback.__name__)))
+    monkeypatch.setattr(doctor_command, "examine", stand_in(doctor_command, "examine"))
     monkeypatch.setattr(run_command, "compare_runs", stand_in(run_command, "compare_runs"))
+    monkeypatch.setattr(run_command, "extended", lambda options, steps: options)
+    monkeypatch.setattr(sweep_command, "sweep", stand_in(sweep_command, "sweep"))
+    monkeypatch.setattr(list_runs, "list_runs", stand_in(list_runs, "list_runs"))
     for name in ("join_run", "invite_joiner"):
         monkeypatch.setattr(elastic_launch, name, stand_in(elastic_launch, name))
     monkeypatch.setattr(run_command, "carry_out", lambda options, faults=None: calls.append(("run", vars(options))) or tmp_path)
@@ -147,8 +141,11 @@ def check_values(verb, given):
     names = [name] if name else []
     if verb == "compare_runs":
         names = [name for name in given["what"] if "/" not in name]  # the others are folders
+    if verb == "sweep":
+        assert sweep_command.cells_of(name, given["grid"], given["settings"], given["seed"], given["engine"], Path())
+        return
     for name in names:
-        run = run_of(name, given["settings"], given["seed"], among=names)
+        run = run_of(name, given["settings"], given.get("seed"), among=names)
         assert run.resolved
         if verb == "run":
             spec = spec_with(spec_named(given["engine"] or "simulator"), given["settings"], given["processes"])
@@ -176,9 +173,9 @@ def test_every_command_line_of_a_page_parses(page, parsed, parsed_benchmark):
 
 def test_every_line_of_the_coverage_has_commands_and_a_verdict_or_a_reason():
     rows = [line.strip("| ").split(" | ") for line in COVERAGE.read_text().splitlines() if line.startswith("| ")]
-    items = [row for row in rows if len(row) == 4 and row[0] != "item"]
-    assert len(items) > 40
-    for item, _, command, measured in items:
+    items = [row for row in rows if len(row) == 5 and row[0] != "item"]
+    assert len(items) > 80
+    for item, _, _, command, measured in items:
         assert re.fullmatch(r"`(?:atoll|python) [^`]+`(?:, `(?:atoll|python) [^`]+`)*", command), f"{item}: {command}"
         assert re.search(r"held|did not hold|[Ww]ithin the spread|not run|[Nn]o verdict|tests?\b|input", measured), item
         for after in re.findall(r"not run(.{0,3})", measured):

@@ -136,6 +136,20 @@ def test_pytorch_loop_learns_on_two_islands_what_neither_island_sees_alone(two):
 
 
 @pytest.mark.slow
+def test_elastic_loop_learns_both_spirals_in_processes_that_see_a_stretch_each(output_of, tmp_path):
+    pytest.importorskip("torchft")
+    loss, folder = re.search(r"loss ([\d.]+) on the whole spirals after 76,800 points; (\S+)", output_of("elastic_loop")).groups()
+    assert float(loss) < 0.3  # a guess has 0.69
+    assert (tmp_path / folder / "final.safetensors").exists()
+
+
+def test_the_page_about_own_loops_prints_the_loop_of_the_example():
+    page = (EXAMPLES.parent / "docs/own_loop.md").read_text()
+    (printed,) = re.findall(r"```text\n# examples/elastic_loop.py\n(.*?)```", page, flags=re.DOTALL)
+    assert f"\n{printed}\n" in (EXAMPLES / "elastic_loop.py").read_text()
+
+
+@pytest.mark.slow
 def test_lightning_trainer_fits_the_same_line_on_both_islands(torchrun_output_of):
     pytest.importorskip("lightning")
     lines = re.findall(r"island (\d) of 2: y = ([\d.]+) x \+ (-[\d.]+) after (\d+) rounds", torchrun_output_of("lightning_trainer"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-PYTHON = ("src", "tests", "benchmarks", "examples", "docs")
+PYTHON = ("src", "tests", "benchmarks", "examples", "docs", "tools")
 OPTS_OUT = re.compile(r"#\s*(ruff:\s*noqa|flake8:\s*noqa|mypy:\s*(ignore|disable)|fmt:\s*off|isort:\s*skip_file)")
 UNTYPED = {"datasets", "tokenizers", "transformers", "sklearn", "zstandard", "matplotlib", "tensorboard", "safetensors"}
 UNTYPED |= {"lightning", "torchft", "ray"}
@@ -30,8 +30,7 @@ def paths_of(*command):
 
 
 def test_every_test_file_and_every_source_file_with_examples_is_collected(collected):
-    found = paths_of("pytest", "--collect-only", "-q", "src")
-    found |= paths_of("pytest", "--collect-only", "-q", "tests") if collected is None else collected
+    found = paths_of("pytest", "--collect-only", "-q", "src", "tests") if collected is None else collected
     expected = {path for path in python_files("tests") if path.name.startswith("test_")}
     expected |= {path for path in python_files("src") if ">>> " in path.read_text()}
     assert not expected - found, f"pytest does not collect {sorted(expected - found)}"

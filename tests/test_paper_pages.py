@@ -1,6 +1,7 @@
 """The figures of the three papers' pages and of their coverage match the code: defaults, sizes, lengths, and records."""
 
 import dataclasses
+import json
 import math
 import re
 import shlex
@@ -14,13 +15,18 @@ import atoll
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
+from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.zero import ZeRO1
 from atoll.cli.recipe_settings import run_of
+from atoll.core.events import RoundFinished
 from atoll.engines.accounting import MAX_SKIPPED
 from atoll.optim.delayed_nesterov import DelayedNesterov
 from atoll.optim.schedules import Cosine
-from atoll.runs.cluster import step_times
+from atoll.optim.sgd import SGD
+from atoll.runs.cluster import Cluster, Link, step_times
+from atoll.testing.simulated_runs import Regression, simulate
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -68,6 +74,8 @@ def default_from(text):
         return dataclasses.MISSING
     if text == "none":
         return None
+    if text.startswith("["):
+        return tuple(json.loads(text))
     rule = re.fullmatch(r"(\w+)\((.*)\)", text)
     if rule:
         arguments = dict(pair.split("=") for pair in rule[2].split(", "))
@@ -246,6 +254,16 @@ def test_tables_between_markers_are_those_of_the_record(page):
             assert row in text, f"{page}.md lacks a line of {record}: {row}"
 
 
+@pytest.mark.parametrize("page", ["streaming", "codecs", "muon"])
+def test_rows_of_a_measured_table_are_those_of_the_record(page):
+    text = text_of(page)
+    (record,) = re.findall(r"\[The record\]\(\.\./benchmarks/records/([\w-]+)/", text)
+    rows = [line for line in text.split("## Measured")[1].splitlines() if line.startswith("| ")]
+    published = (RECORDS / record / "README.md").read_text().splitlines()
+    assert len(rows) > 2
+    assert [row for row in rows if row not in published] == []
+
+
 def test_figures_of_the_asynchronous_demo_are_those_of_its_record():
     record = (RECORDS / "2026-11-15_async_demo" / "README.md").read_text()
     rows = re.findall(
@@ -279,6 +297,100 @@ def test_tokens_and_days_of_the_papers_recipes_on_the_coverage_page():
     assert "that is {:.1f}, {:.1f} and {:.1f} days".format(*days) in page
     (tokens,) = {all_tokens(recipes.recipe(f"async-{name}")) for name in ("20m", "60m", "150m")}
     assert f"The paper's recipes have {tokens / 1e9:.1f} billion tokens each." in page
+
+
+def coverage_rows():
+    rows = [line.strip("| ").split(" | ") for line in text_of("coverage").splitlines() if line.startswith("| ")]
+    return [row for row in rows if len(row) == 5 and row[0] not in ("item", "---")]
+
+
+def medium_claims():
+    """The claims of the study with 0.6 million parameters: the difference and both verdicts by the claim's text."""
+    rows = (RECORDS / "2026-11-18_paper_claims_medium" / "README.md").read_text().splitlines()
+    cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("| ")]
+    return {row[0]: row[2:5] for row in cells if len(row) == 7}
+
+
+def verdict_in_words(verdict):
+    words = {"holds here": "held", "does not hold here": "did not hold", "within the spread": "within the spread"}
+    words |= {f"{seeds} no verdict": f"no verdict, {seeds.strip(',')}" for seeds in ("one seed,", "two seeds,")}
+    found = re.fullmatch(r"\*\*(.+)\*\*( \(edge\))?", verdict)
+    return words[found[1]] + (", edge" if found[2] else "")
+
+
+def test_differences_and_verdicts_of_the_coverage_page_at_06m_are_those_of_the_record():
+    claims, seen = medium_claims(), set()
+    for item, _, regime, _, measured in coverage_rows():
+        if not regime.startswith("0.6M/8k"):
+            continue
+        for text, verdict, difference, near in re.findall(
+            r"\*([^*]+)\*: ([a-z, ]*)\(([-+][^)]*)\)(?:; at most 0\.02 above: ([a-z, ]+))?", measured
+        ):
+            shown, strict, margin = claims[text]
+            assert difference == shown, (item, text)
+            assert verdict.strip() == ("" if strict == "-" else verdict_in_words(strict)), (item, text)
+            judged = margin != "-" and "no verdict" not in margin
+            assert near == (verdict_in_words(margin) if judged else ""), (item, text)
+            seen.add(text)
+    others = {text for text in claims if text.startswith(("DiLoCo,", "DiLoCo:", "Asynchronous", "ACCO")) and "int" not in text}
+    assert seen == others, "the page has every claim of the three papers"
+
+
+def test_rows_of_one_seed_have_no_verdict_on_the_coverage_page():
+    for item, _, _, command, measured in coverage_rows():
+        assert "`" in command, item
+        for clause in re.split(r"[.;] ", measured):
+            assert not ("†" in clause and re.search(r"\b(held|did not hold|within the spread)\b", clause)), (item, clause)
+        assert len(measured) < 900, f"{item}: one row per regime"
+
+
+def test_cosines_and_norms_of_the_coverage_page_are_those_of_the_record():
+    rows = (RECORDS / "2026-11-18_paper_claims_medium" / "README.md").read_text().splitlines()
+    cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("| DiLoCo, k=")]
+    deltas = {row[0]: row[1:] for row in cells if len(row) == 4}
+    page = text_of("coverage")
+    assert "50, 100, 500: {}, {}, {} at k=4".format(*(deltas[f"DiLoCo, k=4, H={length}"][0] for length in (50, 100, 500))) in page
+    assert "with H=50: {} at k=4, {} at k=8".format(*(deltas[f"DiLoCo, k={k}, H=50"][1] for k in (4, 8))) in page
+
+
+def update_s(algorithm, exchange_s):
+    """Seconds of an update of two islands that compute for 1 s, over a link on which an exchange takes so long."""
+    link = Link(latency_s=0.0, bandwidth_mbit_per_s=64 * 4 * 8 / 1e6 / exchange_s)  # the workload has 64 weights
+    cluster = Cluster(islands=2, step_time_s=(1.0,), link=link)
+    done = simulate(algorithm, steps=8, cluster=cluster, workload=Regression(hidden=9))
+    ends = [event.virtual_time_s for event in done.of(RoundFinished)]
+    return (ends[-1] - ends[3]) / (len(ends) - 4)
+
+
+def test_times_of_an_update_on_the_page_about_acco_are_the_simulators():
+    rule = SGD(lr=0.02)
+    table = text_of("acco").partition("    | `m/c` | DDP |")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    assert [float(row[0]) for row in rows] == [0.1, 0.25, 0.5, 0.53, 0.67, 0.75, 1, 2]
+    kinds = (DDP(optimizer=rule), DDP(optimizer=rule, buckets=8), ZeRO1(optimizer=rule), ZeRO1(optimizer=rule, buckets=8))
+    for exchange, *times, share in rows:
+        found = [update_s(algorithm, float(exchange)) for algorithm in (*kinds, ACCO(optimizer=rule))]
+        assert [float(time) for time in times] == pytest.approx(found, abs=0.006)
+        assert share == f"{100 * (found[4] / found[1] - 1):+.1f} %"
+    same = [update_s(algorithm, 8 / 15) for algorithm in (kinds[1], ACCO(optimizer=rule))]
+    assert same[0] == pytest.approx(same[1])
+    assert "From `m` = 8/15 `c` on it is the slower one" in text_of("acco")
+    shares = {row[0]: row[-1].removesuffix(" %") for row in rows}
+    assert "| {}, {}, {} and {} % |".format(*(shares[at] for at in ("0.67", "0.75", "1", "2"))) in text_of("evidence")
+    assert f"0.50 of a batch's time: {shares['0.5']} %" in text_of("evidence")
+
+
+def test_the_speeds_on_the_page_of_evidence_are_those_of_the_record():
+    page = text_of("evidence").partition("over the fastest bare loop")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in page.splitlines() if row.startswith("| ") and "M |" in row]
+    record = (RECORDS / "2026-11-18_gpu_algorithms" / "README.md").read_text().splitlines()
+    measured = {row[0]: row for row in (line.strip("| ").split(" | ") for line in record if line.startswith("| ")) if len(row) == 7}
+    assert len(rows) == 3
+    for name, speed, fastest, beside in rows:
+        _, tokens, share, _, near, spread, _ = next(row for label, row in measured.items() if label.startswith(name))
+        low, high = (f"{float(value):.2f}" for value in spread.split(" to "))
+        assert (speed, fastest) == (tokens, f"{float(share):.2f}")
+        assert beside == f"{float(near):.2f} ({low} to {high})"
 
 
 def test_regimes_of_the_coverage_page_are_those_of_the_demo():

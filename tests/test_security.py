@@ -1,24 +1,16 @@
-"""No source executes what it receives or reads, and no engine listens beyond the loopback interface unless the user asks for it.
-docs/security.md has a row for every socket."""
+"""No source executes what it receives or reads, and no stranger on another machine reaches a run of one machine. The sockets of
+docs/security.md are those of test_security_sockets.py."""
 
 import ast
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 import atoll.testing.namespaces
-from atoll.engines.spec import SPECS
 from tests.listening_sockets import listening_sockets, sockets_until
-
-ROOT = Path(__file__).parents[1]
-PATIENCE_S = 90.0
+from tests.test_security_sockets import PATIENCE_S, ROOT, SLOWLY, atoll_command, engine_arguments, running, trains
 
 # ---------------------------------------------------------------------------------------------------------------- the sources
 
@@ -111,78 +103,7 @@ def test_no_source_executes_what_it_receives_or_reads():
     assert ALLOWED.keys() - found == set(), "these are not used any more: remove them from the list"
 
 
-# ------------------------------------------------------------------------------------------------------- what each engine opens
-
-SETTINGS = ("model.hidden=8", "data.examples=512", "data.dimensions=16", "data.clusters_per_class=1", "data.eval_examples=128")
-SETTINGS += ("train.batch_size=8", "train.warm_start_steps=3", "train.steps=400", "cluster.step_time_s=[1.0]")
-
-
-def allowed_addresses(engine):
-    """The addresses in the rows of this engine in docs/security.md."""
-    rows = [line.split("|") for line in (ROOT / "docs" / "security.md").read_text().splitlines() if line.startswith("| ")]
-    mine = [row[3] for row in rows if row[1].strip() == engine]
-    assert mine, f"docs/security.md has no row of {engine}"
-    return {address for cell in mine for address in re.findall(r"`([0-9.:a-f]+)`", cell)}
-
-
-@contextmanager
-def running(*arguments, inside=lambda command: command):
-    """The command, which is ended by SIGTERM afterwards, as a user would."""
-    command = inside([sys.executable, "-m", "atoll", "run", *map(str, arguments)])
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.communicate(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-
-def engine_arguments(folder, recipe, engine, *more):
-    sets = [part for setting in (*SETTINGS, *more) for part in ("--set", setting)]
-    return [recipe, *sets, "--engine", engine, "--out", folder]
-
-
-def trains(process, folder):
-    """A condition that holds when the run has finished some rounds."""
-
-    def condition():
-        assert process.poll() is None, f"it ended before it trained: {process.communicate()}"
-        log = folder / "events.jsonl"
-        return log.exists() and len(re.findall('"RoundFinished"|"Arrived"', log.read_text())) >= 3
-
-    return condition
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_the_page_has_rows_of_every_engine(name):
-    assert all(address.startswith("127.") for address in allowed_addresses(name)), "without a setting nothing else listens"
-
-
-def test_the_simulator_opens_no_socket(tmp_path):
-    with running(*engine_arguments(tmp_path / "run", "toy-sync", "simulator", "train.steps=200000")) as process:
-        found = sockets_until(process.pid, trains(process, tmp_path / "run"), PATIENCE_S)
-    assert found == set()
-    assert allowed_addresses("simulator") == set()
-
-
-@pytest.mark.parametrize(
-    ("engine", "recipe", "least", "settings"),
-    [
-        pytest.param("processes", "toy-sync", 3, ["engine.processes=2", "engine.step_delay=0.05"], id="processes"),
-        pytest.param("elastic", "toy-sync", 8, ["engine.processes=2", "engine.step_delay=0.05"], id="elastic"),
-        pytest.param("ray", "toy-async", 3, ["engine.step_delay=0.05", "cluster.islands=2"], id="ray", marks=pytest.mark.slow),
-    ],
-)
-def test_an_engine_listens_on_the_addresses_of_the_page_alone(tmp_path, engine, recipe, least, settings):
-    with running(*engine_arguments(tmp_path / "run", recipe, engine, *settings)) as process:
-        found = sockets_until(process.pid, trains(process, tmp_path / "run"), PATIENCE_S)
-    assert len(found) >= least, "the store and each rank's gloo; or there is nothing to compare"
-    assert {one.address for one in found} <= allowed_addresses(engine), found
-    assert all(one.is_loopback for one in found)
+# ----------------------------------------------------------------------------------------------------------- another machine
 
 
 @pytest.fixture
@@ -194,6 +115,7 @@ def two_machines():
         yield pair
 
 
+@pytest.mark.slow
 def test_a_stranger_on_another_machine_reaches_no_port_of_a_run_on_one_machine(tmp_path, two_machines):
     """From there a stranger once put a pickle into the launcher's store, which executed it."""
     here, there = two_machines
@@ -206,10 +128,10 @@ def test_a_stranger_on_another_machine_reaches_no_port_of_a_run_on_one_machine(t
                 return False
             return True
 
-    arguments = engine_arguments(tmp_path / "run", "toy-sync", "processes", "engine.processes=2", "engine.step_delay=0.05")
+    command = atoll_command(*engine_arguments(tmp_path / "run", "toy-sync", "processes", *SLOWLY, "engine.processes=2"))
     with atoll.testing.namespaces.inside_namespace(here), socket.create_server(("", 0)) as open_to_all:
         assert reached(open_to_all.getsockname()[1]), "the machines are connected"
-        with running(*arguments) as process:
+        with running(command) as process:
             seen = sockets_until(process.pid, trains(process, tmp_path / "run"), PATIENCE_S)
             now = listening_sockets(process.pid)
             assert len(now) >= 3
@@ -234,6 +156,7 @@ def on_both(machines, command_of, log):
     return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
 
 
+@pytest.mark.slow
 def test_processes_of_an_own_loop_on_two_machines_join_only_on_a_trusted_network(tmp_path, two_machines):
     def command_of(rank, trust):
         variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 29500}
@@ -280,7 +203,7 @@ def test_a_run_of_torchrun_on_two_machines_trains_only_on_a_trusted_network(tmp_
 
     def command_of(rank, *more):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", rank]
-        torchrun += ["--master-addr", first, "--master-port", 29500, "-m", "atoll", "run"]
+        torchrun += ["--master-addr", first, "--master-port", 29500, "-m", "atoll"]
         steps = ("train.steps=4", "algorithm.inner_steps=2", *more)
         return [*map(str, torchrun + engine_arguments(tmp_path / "run", "toy-sync", "processes", *steps))]
 

@@ -1,0 +1,31 @@
+"""How many inputs each fuzzer tries. docs/security.md has the same figures, and tests/test_security_sockets.py compares them."""
+
+from typing import NamedTuple
+
+from hypothesis import HealthCheck
+
+
+class Fuzzer(NamedTuple):
+    """The inputs of a fuzzer in `make test` and in `make test-slow`."""
+
+    fast: int
+    slow: int
+
+
+FUZZED = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+"""Settings of hypothesis: a fuzzer tries the same inputs each time."""
+FUZZERS = {
+    "settings of recipes and engines": Fuzzer(400, 20_000),
+    "settings that are carried out": Fuzzer(100, 3_000),
+    "commands on damaged files of a finished run": Fuzzer(500, 3_000),
+    "resumes of a damaged interrupted run": Fuzzer(80, 500),
+    "replays of a damaged asynchronous run": Fuzzer(200, 1_000),
+    "resumes of damaged stopped runs on processes, elastic and Ray": Fuzzer(0, 30),
+    "readings of damaged secrets and join files": Fuzzer(100, 1_000),
+    "gateway": Fuzzer(60, 2_000),
+    "queries to a snapshot server": Fuzzer(200, 5_000),
+    "answers of a snapshot server": Fuzzer(200, 5_000),
+    "messages of a socket group": Fuzzer(200, 5_000),
+    "entries of the registry": Fuzzer(400, 10_000),
+}
+"""What a fuzzer tries at least."""
