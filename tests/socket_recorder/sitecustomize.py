@@ -57,12 +57,26 @@ def record_constructor(kind, construct, listening):
     return recorded
 
 
+def record_servers(construct, listening):
+    """Record what the constructor of a store opens if it is the server's: a client listens on nothing, and a thread that connects one
+    would be taken for the one that opened what another thread opens meanwhile."""
+    recorded = record_constructor("TCPStore", construct, listening)
+
+    @functools.wraps(construct)
+    def of_servers(*arguments, **settings):
+        is_server = arguments[4] if len(arguments) > 4 else settings.get("is_master", False)
+        return (recorded if is_server else construct)(*arguments, **settings)
+
+    return of_servers
+
+
 def record_torch(listening):
     import torch._C._distributed_c10d as c10d
 
-    for kind in (c10d.TCPStore, c10d.ProcessGroupGloo):
-        kind.__init__ = record_constructor(kind.__name__, kind.__init__, listening)
-    kind.create_device = staticmethod(record_constructor(kind.__name__, kind.create_device, listening))
+    c10d.TCPStore.__init__ = record_servers(c10d.TCPStore.__init__, listening)
+    group = c10d.ProcessGroupGloo
+    group.__init__ = record_constructor(group.__name__, group.__init__, listening)
+    group.create_device = staticmethod(record_constructor(group.__name__, group.create_device, listening))
     try:
         from torchft import coordination
     except ImportError:
