@@ -58,8 +58,8 @@ def record_constructor(kind, construct, listening):
 
 
 def record_servers(construct, listening):
-    """Record what the constructor of a store opens if it is the server's: a client listens on nothing, and a thread that connects one
-    would be taken for the one that opened what another thread opens meanwhile."""
+    """Record what the constructor of a store opens if it is the server. A client listens on nothing, and would be recorded as the
+    one that opened a socket which another thread opens meanwhile."""
     recorded = record_constructor("TCPStore", construct, listening)
 
     @functools.wraps(construct)
