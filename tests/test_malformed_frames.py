@@ -23,6 +23,7 @@ from atoll.engines.elastic.gateway_client import GatewayClient
 from atoll.engines.elastic.gateway_protocol import PROTOCOL
 from atoll.engines.elastic.run_identity import RunSecrets
 from atoll.engines.elastic.snapshot_server import IslandStatus, Snapshot, SnapshotServer, fetch_snapshot, query_status
+from atoll.engines.elastic.state_version import checksum
 from atoll.engines.point_to_point import PeerUnreachable
 from atoll.engines.socket_transport import SocketGroup
 from tests.fuzzing import FUZZED, FUZZERS
@@ -171,7 +172,7 @@ def queries(tmp_path):
 def snapshot_frame(header, tensors, age_s=0.0):
     data = TENSORS["w"].numpy().tobytes()
     first = json.dumps({"header": header, "tensors": tensors, "age_s": age_s}).encode()
-    return first + b"\n" + data + f"{zlib.crc32(data)}\n".encode()
+    return first + b"\n" + data + f"{checksum(data)}\n".encode()
 
 
 @contextmanager

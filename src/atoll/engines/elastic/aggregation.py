@@ -21,7 +21,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
 from atoll.core.protocols import Encoding
 from atoll.core.verified_files import parse_json
-from atoll.engines.elastic.state_version import NO_VERSION, StateVersion, checksum, checksums, combine_checksums
+from atoll.engines.elastic.state_version import NO_VERSION, Checksum, StateVersion, checksum, combine_checksums
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
 
@@ -211,13 +211,13 @@ class ValidatedMean:
     ) -> list[int]:
         """Returns the checksum of each rank's slice of the mean. Chunks are added to checksums while they are in the cache and
         others are on their way."""
-        received, gathered = [0] * collectives.size, [0] * collectives.size
+        received, gathered = _running_sums(collectives), _running_sums(collectives)
         collectives.reduce_scatter(
             mean.flat, weights, inner_products=products, on_received=partial(_add_to, received), divide_by=float(sum(weights))
         )
         _check_received(collectives, weights, received, announced)
         collectives.all_gather(mean.flat, on_chunk=partial(_add_to, gathered))
-        return gathered
+        return [one.value for one in gathered]
 
     def _average_encoded(
         self,
@@ -229,10 +229,10 @@ class ValidatedMean:
     ) -> torch.Tensor:
         """Returns the mean; the tree then holds what the encoding left out. Members announce the checksums of what they sent
         afterwards, since they encode while they send."""
-        sent, received = [0] * collectives.size, [0] * collectives.size
+        sent, received = _running_sums(collectives), _running_sums(collectives)
         hooks: dict[str, Any] = {"on_sent": partial(_add_to, sent), "on_received": partial(_add_to, received)}
         mean = collectives.encoded_mean(tree.flat, weights, encoding, inner_products=products, **hooks)
-        announced = [row[collectives.rank] for row in collectives.all_gather_numbers(*sent)]
+        announced = [row[collectives.rank] for row in collectives.all_gather_numbers(*(one.value for one in sent))]
         _check_received(collectives, weights, received, announced)
         return mean
 
@@ -316,21 +316,25 @@ def _record(text: str) -> RoundRecord:
     return record
 
 
-def _add_to(sums: list[int], rank: int, chunk: torch.Tensor) -> None:
-    sums[rank] = checksum(chunk, sums[rank])
+def _running_sums(collectives: GroupCollectives) -> list[Checksum]:
+    return [Checksum() for _ in range(collectives.size)]
+
+
+def _add_to(sums: Sequence[Checksum], rank: int, chunk: torch.Tensor) -> None:
+    sums[rank].add(chunk)
 
 
 def _check_received(
-    collectives: GroupCollectives, weights: Sequence[float], received: Sequence[int], announced: Sequence[float]
+    collectives: GroupCollectives, weights: Sequence[float], received: Sequence[Checksum], announced: Sequence[float]
 ) -> None:
     others = [rank for rank, weight in enumerate(weights) if weight and rank != collectives.rank]
-    if damaged := [collectives.names[rank] for rank in others if received[rank] != announced[rank]]:
+    if damaged := [collectives.names[rank] for rank in others if received[rank].value != announced[rank]]:
         raise Disagreement(f"the delta of {', '.join(damaged)} does not match its checksum: it was damaged on the way", damaged)
 
 
 def _slice_sums(tree: Tree, size: int, ranks: Sequence[int]) -> list[int]:
     """The checksums of these ranks' slices."""
-    return checksums([tree.flat[slice(*shard_range(tree.numel, rank, size))] for rank in ranks])
+    return [checksum(tree.flat[slice(*shard_range(tree.numel, rank, size))]) for rank in ranks]
 
 
 def _summary(row: Sequence[float]) -> DeltaSummary:

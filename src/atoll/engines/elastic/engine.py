@@ -31,7 +31,15 @@ from atoll.engines.elastic.peers import ElasticPeers, LeasedReplica, ObserverRep
 from atoll.engines.elastic.quorum import LastQuorum
 from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.spec import Elastic, quorum_of
-from atoll.engines.elastic.state_version import NO_VERSION, VERSION_LIMIT, StateVersion, refuse_unreplicated, state_digest
+from atoll.engines.elastic.state_version import (
+    NO_VERSION,
+    VERSION_LIMIT,
+    StateVersion,
+    differing_digest,
+    digest_text,
+    refuse_unreplicated,
+    state_digest,
+)
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.round_record import WallClock
 from atoll.engines.shared_and_sharded_state import owned, residuals, restarted, shared_fields, trees_to_device, with_shared
@@ -138,7 +146,7 @@ class ElasticEngine:
     @property
     def digest(self) -> str:
         """Of the replicated state."""
-        return f"{self._digest:08x}"
+        return digest_text(self._digest)
 
     @property
     def peer_addresses(self) -> Mapping[str, str]:
@@ -331,7 +339,7 @@ class ElasticEngine:
         none. Raises ExchangeFailed if the state does not match its digest, and the error of a malformed part; then nothing has
         changed."""
         shared = trees_to_device(dict(shared), self.replica.device)
-        if (found := f"{state_digest(shared, metadata):08x}") != metadata["digest"]:
+        if (found := differing_digest(shared, metadata)) is not None:
             raise ExchangeFailed(
                 f"the state of round {metadata['version'][0]} from {donor or 'a checkpoint'} is damaged: it was committed as "
                 f"{metadata['digest']}, and is {found}. Use another island's."

@@ -90,7 +90,8 @@ def check_platform() -> None:
             f"elastic runs need Linux, and this is {sys.platform}, for which torchft has no build. Use another engine, or a "
             f"container with Linux."
         )
-    require("torchft.coordination", extra="torchft", purpose="elastic runs")
+    for library in ("torchft.coordination", "xxhash"):
+        require(library, extra="torchft", purpose="elastic runs")
 
 
 def joining_lines(spec: Elastic, folder: Path, address: str) -> str:

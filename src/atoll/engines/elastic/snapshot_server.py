@@ -17,7 +17,6 @@ import socket
 import socketserver
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.elastic.direct_network import QUERY_S, DirectNetwork
-from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
+from atoll.engines.elastic.state_version import NO_VERSION, Checksum, StateVersion
 from atoll.engines.socket_transport import AcceptedConnections, receive_line, splice
 
 SILENT_S = 6.0
@@ -194,12 +193,12 @@ class SnapshotServer:
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in snapshot.tensors.items()}
             shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
             write(json.dumps({"header": snapshot.header, "tensors": shapes, "age_s": age_s}).encode() + b"\n")
-            checksum = 0
+            checksum = Checksum()
             for tensor in tensors.values():
                 for chunk in _chunks(tensor):
-                    checksum = zlib.crc32(chunk, checksum)
+                    checksum.add(chunk)
                     write(chunk)
-            write(f"{checksum}\n".encode())
+            write(f"{checksum.value}\n".encode())
         finally:
             with self._lock:
                 self._readers -= 1
@@ -350,14 +349,14 @@ def _receive(file: Any, expected: Mapping[str, Tensor] | None, moments_of: Seque
     kinds = {str(name): (_dtype(dtype), tuple(map(_length, shape))) for name, (dtype, shape) in description["tensors"].items()}
     if expected is not None:
         _check_kinds(kinds, {name: _kind(tensor) for name, tensor in expected.items()}, [*map(_kind, moments_of)])
-    tensors, checksum = {}, 0
+    tensors, checksum = {}, Checksum()
     for name, (dtype, shape) in kinds.items():
         tensor = tensors[name] = torch.empty(shape, dtype=dtype)
         for chunk in _chunks(tensor):
             if file.readinto(chunk) < len(chunk):
                 raise EOFError("it ended in the middle")
-            checksum = zlib.crc32(chunk, checksum)
-    if file.readline(32).strip() != str(checksum).encode():
+            checksum.add(chunk)
+    if file.readline(32).strip() != str(checksum.value).encode():
         raise ValueError("its checksum does not match")
     return Snapshot(description["header"], tensors, float(description["age_s"]))
 
