@@ -85,4 +85,4 @@ def test_the_command_installs_from_the_checkout_or_by_the_requirements_of_the_pa
     assert install_command("plot") == f'pip install -e "{Path(__file__).parents[2]}[plot]"'
     monkeypatch.setattr(optional_imports, "__file__", str(tmp_path / "site-packages/atoll/core/optional_imports.py"))
     assert install_command("plot") == 'pip install "matplotlib>=3.8"'
-    assert install_command("torchft") == 'pip install "torchft>=0.2" "cryptography>=42"'
+    assert install_command("torchft") == 'pip install "torchft>=0.2" "cryptography>=42" "xxhash>=3.4"'
