@@ -431,7 +431,7 @@ def test_a_log_that_was_cut_and_has_grown_again_is_followed_from_its_next_whole_
 
 def test_each_end_is_reported_once_to_each_registry_and_kept_for_the_next_supervisor(tmp_path, monkeypatch):
     """The registry cuts old reports, which must not come back."""
-    monkeypatch.setattr(supervisor_module, "Heartbeat", lambda *_, **__: SimpleNamespace(close=bool))
+    monkeypatch.setattr(supervisor_module, "Heartbeat", lambda *_, **__: SimpleNamespace(close=lambda wait: None))
     monkeypatch.setattr(supervisor_module, "ENDS_KEPT", 8)
     store, port = open_store(HOST)
     island = Child("island-0000", [], tmp_path / "log", is_island=True)

@@ -90,4 +90,4 @@ class RendezvousHealth:
         return True
 
     def close(self) -> None:
-        self._thread.close()
+        self._thread.close(wait=True)

@@ -80,7 +80,7 @@ class SecuredStandby:
                 write_text(self._path, "".join(f"{one}\n" for one in self._secrets.revoked), CheckpointError)
 
     def close(self) -> None:
-        self._heartbeat.close()
+        self._heartbeat.close(wait=True)
         self._gateway.close()
         self._rendezvous.close()
 

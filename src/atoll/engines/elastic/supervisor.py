@@ -305,7 +305,7 @@ class EndReports:
                     self._warn(f"{name}: {status.waiting}")
 
     def close(self) -> None:
-        self._heartbeat.close()
+        self._heartbeat.close(wait=True)  # a request that ends while Python shuts down would abort the process
 
 
 class LogTail:
