@@ -201,7 +201,7 @@ def test_an_island_that_dies_is_known_to_be_gone(site):
     wait_until(lambda: "box-1" in site.gateway._islands)
     stream.close()
     with pytest.raises(OSError, match="box-1 is not connected"):
-        site.client(name="box-2").open("island:box-1", 0.2)
+        site.client(name="box-2").open("island:box-1", 1.5)
     wait_until(lambda: not site.gateway._islands)
 
 
