@@ -314,8 +314,8 @@ def medium_claims():
 def verdict_in_words(verdict):
     words = {"holds here": "held", "does not hold here": "did not hold", "within the spread": "within the spread"}
     words |= {f"{seeds} no verdict": f"no verdict, {seeds.strip(',')}" for seeds in ("one seed,", "two seeds,")}
-    found = re.fullmatch(r"\*\*(.+)\*\*( \(edge\))?", verdict)
-    return words[found[1]] + (", edge" if found[2] else "")
+    found = re.fullmatch(r"\*\*(.+)\*\*(?: \((edge|both edges)\))?", verdict)
+    return words[found[1]] + (f", {found[2]}" if found[2] else "")
 
 
 def test_differences_and_verdicts_of_the_coverage_page_at_06m_are_those_of_the_record():
