@@ -261,12 +261,13 @@ def run_cells(
             else:
                 cells.add(key, {part: value for part, value in cell.items() if asked.get(part, True)})
                 result = f"{name}: {_result_text(cell)}"
+            progress.expect(len(cells.begun) + len(cells.missing()))
             record.log(result)
             progress.end(result)
     if failed:
         raise AtollError(
-            f"{len(failed)} of {len(cells.begun)} cells failed: {'; '.join(failed)}. {record.path} has the others. The same "
-            f"command runs the failed ones again."
+            f"{len(failed)} of {len(cells.begun)} cells failed: {'; '.join(failed)}. {record.path} has the others that were run. "
+            f"The same command runs what is missing; with --minutes 0, where a benchmark has it, it writes the tables alone."
         )
     return cells.outcomes()
 
@@ -374,7 +375,11 @@ def _in_processes(
             while True:
                 while not broken and len(running) < processes and (begun := begin()) is not None:
                     key, each = begun
-                    running[pool.submit(_cell_of_process, to_json(each.row.run(each.seed)), warm)] = key
+                    try:
+                        running[pool.submit(_cell_of_process, to_json(each.row.run(each.seed)), warm)] = key
+                    except BrokenProcessPool as error:  # a process died since the last wait
+                        broken = True
+                        yield key, error
                 if not running:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
