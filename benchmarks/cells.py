@@ -13,20 +13,22 @@ import shlex
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from atoll import recipes
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.overrides import override
-from atoll.core.errors import ConfigError, TrainingDiverged
+from atoll.core.errors import AtollError, ConfigError, TrainingDiverged
 from atoll.core.events import Compared, Evaluated, Event, Progress, RoundFinished
+from atoll.data.partition import KMeans
 from atoll.engines import run_lifecycle
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.run_settings import Run, candidates
@@ -168,9 +170,38 @@ def cells_by_key(record: Record) -> dict[str, dict[str, Any]]:
     return cells
 
 
+@dataclass(frozen=True)
+class Wanted(Generic[K]):
+    """A cell that a benchmark asks for."""
+
+    label: K  # of its row
+    row: Row
+    seed: int
+    title: str = ""  # of the part that it belongs to
+    starts: bool = True  # whether it runs if the record does not hold it
+
+
 def run_rows(
-    rows: Mapping[K, Row],
-    seeds: Sequence[int] | Mapping[K, Sequence[int]],
+    rows: Mapping[K, Row], seeds: Sequence[int] | Mapping[K, Sequence[int]], record: Record, title: str, **how: Any
+) -> dict[K, Outcome]:
+    """Runs the cells of these rows that the record does not hold, seed by seed. All settings are resolved before the first.
+
+    Args:
+        rows: by label.
+        seeds: of all rows, or of each label.
+        record: holds the cells.
+        title: of the progress display.
+        how: further arguments of `run_cells`.
+    """
+    seeds_of = seeds if isinstance(seeds, Mapping) else dict.fromkeys(rows, seeds)
+    every = dict.fromkeys(seed for label in rows for seed in seeds_of[label])
+    wanted = [Wanted(label, rows[label], seed, title) for seed in every for label in rows if seed in seeds_of[label]]
+    found = run_cells(lambda known: wanted, record, title, **how)
+    return {label: found.get(label, Outcome(row, ())) for label, row in rows.items()}
+
+
+def run_cells(
+    wanted: Callable[[Mapping[K, Outcome]], Sequence[Wanted[K]]],
     record: Record,
     title: str,
     *,
@@ -181,13 +212,12 @@ def run_rows(
     until_s: float | None = None,
     can_run: Callable[[Run], bool] = lambda run: True,
     warm: Path | None = None,
-    listed: dict[str, str] | None = None,
+    listed: list[str] | None = None,
 ) -> dict[K, Outcome]:
-    """Runs the cells that the record does not hold. All settings are resolved before the first cell runs.
+    """Runs the wanted cells that the record does not hold, in their order, and returns the outcomes of all rows.
 
     Args:
-        rows: by label.
-        seeds: of all rows, or of each label.
+        wanted: all cells, from the outcomes of those that it has asked for before: what a cell finds can ask for more.
         record: holds the cells.
         title: of the progress display.
         quiet: show no progress.
@@ -197,77 +227,168 @@ def run_rows(
         until_s: start no cell after this time of the monotonic clock. Rows then have the seeds that finished.
         can_run: whether this machine can run a Run; other cells stay missing.
         warm: a folder for warm starts that processes and later commands share, since two on a GPU never have the same bits.
-        listed: if given, no cell runs: the missing ones are added to it in their order, by key, with their names.
+        listed: if given, no cell runs: the missing ones are added to it in their order, with their names.
+
+    Raises:
+        ConfigError: a cell needs a library that cannot be imported; no cell has run.
+        AtollError: cells failed. All others have run, and the record has them.
     """
-    seeds_of = seeds if isinstance(seeds, Mapping) else dict.fromkeys(rows, seeds)
-    every = list(dict.fromkeys(seed for label in rows for seed in seeds_of[label]))
-    runs = {(label, seed): rows[label].run(seed) for seed in every for label in rows if seed in seeds_of[label]}
-    keys = {at: key_of(run, record.texts) for at, run in runs.items()}
-    cells, missing = cells_by_key(record), dict[str, tuple[Row, int]]()
-    for (label, seed), key in keys.items():
-        if key not in cells and can_run(runs[label, seed]):
-            missing.setdefault(key, (rows[label], seed))
+    cells = _Cells(wanted, record, can_run)
+    missing = cells.missing()
     if listed is not None:
-        for key, (row, seed) in missing.items():
-            listed.setdefault(key, f"{title}: {_name(row, seed)}")
-        missing = {}
-    work = {key: row.run(seed) for key, (row, seed) in missing.items()}
+        listed += [f"{each.title}: {_name(each.row, each.seed)}" for each in missing.values()]
+        return cells.outcomes()
+    for each in missing.values():
+        _check_libraries(each.row.run(each.seed))
+    failed: list[str] = []
+    asked = {"curve": curves, "sent": curves, "deltas": curves, "islands": islands}
     with CellProgress(title, len(missing), quiet=quiet) as progress:
-        if len(missing) < len(runs) and listed is None:
+        if len(missing) < cells.count:
             progress.log(f"{len(missing)} cells to run; the record has the others, or rows share them")
-        if processes == 1:
-            done = _in_this_process(work, missing, progress, until_s, Cache(warm))
-        else:
-            done = _in_processes(work, processes, progress, until_s, warm)
+
+        def begin() -> tuple[str, Wanted[K]] | None:
+            if until_s is not None and time.monotonic() > until_s:
+                return None
+            return cells.begin()
+
+        parallel = processes > 1
+        done = _in_processes(begin, processes, progress, warm) if parallel else _in_this_process(begin, progress, Cache(warm))
         for key, cell in done:
-            row, seed = missing[key]
-            asked = {"curve": curves, "sent": curves, "deltas": curves, "islands": islands}
-            kept = {name: value for name, value in cell.items() if asked.get(name, True)}
-            folder = _text_folder(work[key])
-            texts = {} if folder not in record.texts else {"texts": {folder: record.texts[folder]}}
-            made = {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **texts, **kept}
-            cells[key] = record.add(key, {"key_version": KEY_VERSION, **made})
-            result = f"{_name(row, seed)}: {_result_text(cell)}"
+            name = _name(cells.begun[key].row, cells.begun[key].seed)
+            if isinstance(cell, BaseException):
+                failed.append(f"{name} ({_reason(cell)})")
+                result = f"{name}: failed ({_reason(cell)})"
+            else:
+                cells.add(key, {part: value for part, value in cell.items() if asked.get(part, True)})
+                result = f"{name}: {_result_text(cell)}"
+            progress.expect(len(cells.begun) + len(cells.missing()))
             record.log(result)
             progress.end(result)
-    return {label: _outcome(row, [cells.get(keys[label, seed]) for seed in seeds_of[label]]) for label, row in rows.items()}
+    if failed:
+        raise AtollError(
+            f"{len(failed)} of {len(cells.begun)} cells failed: {'; '.join(failed)}. {record.path} has the others that were run. "
+            f"The same command runs what is missing; with --minutes 0, where a benchmark has it, it writes the tables alone."
+        )
+    return cells.outcomes()
+
+
+class _Cells(Generic[K]):
+    """The cells that are wanted, in the record or missing."""
+
+    def __init__(
+        self, wanted: Callable[[Mapping[K, Outcome]], Sequence[Wanted[K]]], record: Record, can_run: Callable[[Run], bool]
+    ) -> None:
+        self._wanted, self._record, self._can_run = wanted, record, can_run
+        self._known, self._keys = cells_by_key(record), dict[tuple[Row, int], str]()
+        self.begun: dict[str, Wanted[K]] = {}
+        self._asked: Sequence[Wanted[K]] = []
+        self._outcomes: dict[K, Outcome] = {}
+        self._ask()
+
+    def _ask(self) -> None:
+        """Asks until the outcomes of the known cells ask for nothing else."""
+        while True:
+            self._outcomes = self.outcomes()
+            before, self._asked = self._asked, self._wanted(self._outcomes)
+            if list(before) == list(self._asked):
+                return
+
+    def _key(self, each: Wanted[K]) -> str:
+        at = (each.row, each.seed)
+        if at not in self._keys:
+            self._keys[at] = key_of(each.row.run(each.seed), self._record.texts)
+        return self._keys[at]
+
+    @property
+    def count(self) -> int:
+        """All wanted cells."""
+        return len(self._asked)
+
+    def missing(self) -> dict[str, Wanted[K]]:
+        """The cells that can start, in their order."""
+        found: dict[str, Wanted[K]] = {}
+        for each in self._asked:
+            key = self._key(each)
+            if each.starts and key not in self._known and key not in self.begun and self._can_run(each.row.run(each.seed)):
+                found.setdefault(key, each)
+        return found
+
+    def begin(self) -> tuple[str, Wanted[K]] | None:
+        """The next cell, which begins; None if there is none now."""
+        for key, each in self.missing().items():
+            self.begun[key] = each
+            return key, each
+        return None
+
+    def add(self, key: str, cell: dict[str, Any]) -> None:
+        """A cell has finished, and goes to the record."""
+        row, seed, texts = self.begun[key].row, self.begun[key].seed, self._record.texts
+        folder = _text_folder(row.run(seed))
+        named = {"texts": {folder: texts[folder]}} if folder in texts else {}
+        made = {"recipe": row.recipe, "settings": [*row.base, *row.settings], "seed": seed, **named, **cell}
+        self._known[key] = self._record.add(key, {"key_version": KEY_VERSION, **made})
+        self._ask()
+
+    def outcomes(self) -> dict[K, Outcome]:
+        """By label, in the order in which the rows are wanted."""
+        rows = {each.label: each.row for each in self._asked}
+        found: dict[K, dict[int, dict[str, Any] | None]] = {label: {} for label in rows}
+        for each in self._asked:
+            found[each.label][each.seed] = self._known.get(self._key(each))
+        return {label: _outcome(row, [*found[label].values()]) for label, row in rows.items()}
+
+
+def _check_libraries(run: Run) -> None:
+    """Refuses a Run whose shards need a library that cannot be imported, before hours of other cells."""
+    partition = getattr(run.data, "partition", None)
+    if isinstance(partition, KMeans):
+        partition.libraries()
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _in_this_process(
-    work: Mapping[str, Run], named: Mapping[str, tuple[Row, int]], progress: CellProgress, until_s: float | None, shared: Cache
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    begin: Callable[[], tuple[str, Wanted[K]] | None], progress: CellProgress, shared: Cache
+) -> Iterator[tuple[str, dict[str, Any] | BaseException]]:
     """One cell after the other."""
-    for key, run in work.items():
-        if until_s is not None and time.monotonic() > until_s:
-            return
-        progress.begin(_name(*named[key]))
-        yield key, _cell(run, shared, progress)
+    while (begun := begin()) is not None:
+        key, each = begun
+        progress.begin(_name(each.row, each.seed))
+        try:
+            cell: dict[str, Any] | BaseException = _cell(each.row.run(each.seed), shared, progress)
+        except Exception as error:  # other cells may not fail
+            cell = error
+        yield key, cell
 
 
 def _in_processes(
-    work: Mapping[str, Run], processes: int, progress: CellProgress, until_s: float | None, warm: Path | None
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Several cells in parallel, each in a process of one thread, in the order of completion."""
+    begin: Callable[[], tuple[str, Wanted[K]] | None], processes: int, progress: CellProgress, warm: Path | None
+) -> Iterator[tuple[str, dict[str, Any] | BaseException]]:
+    """Several cells in parallel, each in a process of one thread, in the order of completion. A process that dies ends the pool:
+    the cells that ran beside it fail, too, and no other begins."""
     progress.begin(f"{processes} cells in parallel")
-    waiting, running = iter(work.items()), dict[Future[dict[str, Any]], str]()
-    failure: BaseException | None = None  # cells that run beside a failed one are kept
+    running, broken = dict[Future[dict[str, Any]], str](), False
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             while True:
-                stopping = failure is not None or (until_s is not None and time.monotonic() > until_s)
-                for key, run in islice(waiting, 0 if stopping else processes - len(running)):
-                    running[pool.submit(_cell_of_process, to_json(run), warm)] = key
+                while not broken and len(running) < processes and (begun := begin()) is not None:
+                    key, each = begun
+                    try:
+                        running[pool.submit(_cell_of_process, to_json(each.row.run(each.seed)), warm)] = key
+                    except BrokenProcessPool as error:  # a process died since the last wait
+                        broken = True
+                        yield key, error
                 if not running:
-                    break
+                    return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    key, failure = running.pop(future), failure or future.exception()
-                    if future.exception() is None:
-                        yield key, future.result()
+                    key, error = running.pop(future), future.exception()
+                    broken = broken or isinstance(error, BrokenProcessPool)
+                    yield key, future.result() if error is None else error
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    if failure is not None:
-        raise failure
 
 
 def _cell_of_process(run_json: dict[str, Any], warm: Path | None) -> dict[str, Any]:

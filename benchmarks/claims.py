@@ -108,13 +108,13 @@ def claim_line(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter |
         f"{'+' if weight > 0 else '-'} {'' if abs(weight) == 1 else f'{abs(weight):g} '}[{at}]" for weight, at in claim.terms
     )
     percent = f"{100 * math.expm1(found.value):+.2f} % of perplexity"
-    if _unequal_start([outcomes[label] for _, label in claim.terms]):
+    if unequal_start([outcomes[label] for _, label in claim.terms]):
         notes.append(UNEQUAL_START)
     noted = f" ({', '.join(notes)})" if notes else ""
     return f"**{claim.judge(found)}**{noted}: {claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}."
 
 
-def _unequal_start(rows: Sequence[Outcome]) -> bool:
+def unequal_start(rows: Sequence[Outcome]) -> bool:
     """Whether the first evaluations of rows differ in a seed that all of them have. Rows without curves are not compared."""
     seeds = min(len(row.summaries) for row in rows)
     curves = [row.curves for row in rows if len(row.curves) == len(row.summaries)]

@@ -2,7 +2,7 @@
 
     python benchmarks/evidence_headline.py --docs docs/evidence.md
 
-It runs no cells: the figures are those of the newest record of each paper. `--text` is the text of the records' commands.
+It runs no cells: the figures are those of the record of each paper that has most cells of the headline, the newest of equals.
 """
 
 from __future__ import annotations
@@ -109,25 +109,38 @@ def _loss(outcome: Outcome) -> str:
 
 
 def _outcomes(study: Study, options: argparse.Namespace) -> dict[str, Outcome]:
-    """The outcomes in the newest record of the study.
+    """The outcomes in the record that has most cells of the study's rows, the newest of equals: one that was begun later and not
+    finished does not replace a complete one.
 
     Raises:
         ConfigError: there is no record, or it has none of the rows: an empty table would replace a full one.
     """
     name = study.evidence.name
-    records = sorted(cells.parent for cells in options.records.glob(f"*_{name}/cells.jsonl"))
-    if not records:
+    paths = sorted((cells.parent for cells in options.records.glob(f"*_{name}/cells.jsonl")), reverse=True)
+    if not paths:
         raise ConfigError(f"{options.records} has no record of {name}. Make it with: python benchmarks/{name}.py --text TEXT")
-    plan, record = replace(study.evidence.plan(False), text="text"), Record(records[-1])
-    text = json.loads((record.path / "text.json").read_text("utf-8"))["text"]
-    record.texts[plan.text] = text_identity(text)
-    found = study.evidence.recorded(plan, record, options.seeds)
-    if not study.rows.keys() & found.keys():
+    found = max((_recorded(study, path, options.seeds) for path in paths), key=lambda outcomes: _cells_of(study, outcomes))
+    if not _cells_of(study, found):
+        shown = ", ".join(map(str, paths))
         raise ConfigError(
-            f"the record {record.path} has no row of the headline, as one of --lr, --set or --quick. Remove it, or name a folder "
-            f"of other records with --records."
+            f"no record of {name} has a row of the headline ({shown}), as if all were made with --lr, --set or --quick. Make one "
+            f"with: python benchmarks/{name}.py --text TEXT, or name a folder of other records with --records."
         )
     return found
+
+
+def _recorded(study: Study, path: Path, seeds: Sequence[int]) -> dict[str, Outcome]:
+    """The outcomes in one record."""
+    plan, record = replace(study.evidence.plan(False), text="text"), Record(path)
+    text = json.loads((path / "text.json").read_text("utf-8"))["text"]
+    record.texts[plan.text] = text_identity(text)
+    return study.evidence.recorded(plan, record, seeds)
+
+
+def _cells_of(study: Study, outcomes: Mapping[str, Outcome]) -> int:
+    """How many cells the rows of the headline have."""
+    rows = (outcomes[label] for label in study.rows if label in outcomes)
+    return sum(len(outcome.summaries) + len(outcome.errors) for outcome in rows)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ import torch
 from atoll.core.errors import AtollError, ConfigError
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_bytes, human_count
-from gpu_device import free_bytes, free_memory, is_cuda, product_flops_per_s
+from gpu_device import device_name, free_bytes, free_memory, is_cuda, product_flops_per_s
 from gpu_loops import Bare, Subject, measure_islands
 from gpu_plan import FLOPS_FORMULA, PRESETS, Cell, Plan, Shape, plan_of, quick_plan, sizes_given
 from gpu_report import figure, sections_of
@@ -187,10 +187,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fill(options.docs, "gpu", sections[:1], record)  # the page has the outcome alone
     if measuring.failed:
         raise AtollError(f"some cells failed, and the record has the others: {'; '.join(measuring.failed)}")
-
-
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if is_cuda(device) else "a CPU"
 
 
 def _missing(plan: Plan, record: Record) -> int:

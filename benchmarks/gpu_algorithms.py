@@ -7,7 +7,7 @@ FOLDER is what `atoll data prepare` wrote; without it tokens are random. The wor
 sequences of 256, 128 of them per island and step, 4 islands. Each row trains through the engine that `atoll run` uses, in turn with
 the bare loop; a turn ends when all islands together have computed its steps. A row is judged by the median of its turns against one
 figure of the bare loop for all rows: the fastest of the medians that stand beside the rows. Two further rows compare the defaults
-(precision=auto, compile=auto) with fp32-strict without compiling. Needs an idle device.
+(precision=auto, compile=auto) with fp32-strict without compiling. Needs an idle device; the tables of a record need none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +42,7 @@ from atoll.optim.adam import AdamW
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run_settings import Run, Train, candidates, choose_computing, here
 from atoll.telemetry.units import human_count
-from gpu_device import free_memory, is_cuda, seconds, synchronize
+from gpu_device import device_name, free_memory, is_cuda, seconds, synchronize
 from gpu_loops import Subject
 from gpu_plan import Shape
 from progress import CellProgress
@@ -64,6 +65,7 @@ ALGORITHMS = {
     "ZeRO-1": "ZeRO1()",
 }
 DEFAULTS, STRICT = "DiLoCo, defaults", "DiLoCo, fp32-strict, not compiled"
+NAMES = (*ALGORITHMS, DEFAULTS, STRICT)
 DEFAULT_STEPS, DEFAULT_WARM_START = 3_000, 1_000
 """The run for which `auto` chooses in the row of the defaults."""
 
@@ -100,16 +102,19 @@ class Rows:
 
     def __init__(self, sizes: Sizes, text: Path | None, device: str) -> None:
         self.sizes, self.text, self.device = sizes, text, device
+        self.tokens = "random tokens" if text is None else "prepared text"  # text.json in the record says which
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What the rows and the bare loop train."""
+        sizes = self.sizes
         preparation = RunPreparation(self._run("DDP()", Train(steps=1, batch_size=sizes.batch_size, device=self._on)).resolved)
-        if text is None:
-            model = preparation.run.model
-            assert isinstance(model, GPT)
-            shape = {"batch_size": sizes.batch_size, "seq_len": sizes.seq_len, "vocab_size": sizes.vocab_size, "bare_steps": 1}
-            self.workload: Workload = Subject(Shape(name="rows", model=model, **shape), device)
-            self.tokens = "random tokens"
-        else:
-            self.workload = preparation.sharded(Tree.of({}))
-            self.tokens = "prepared text"  # text.json in the record says which
+        if self.text is not None:
+            return preparation.sharded(Tree.of({}))
+        model = preparation.run.model
+        assert isinstance(model, GPT)
+        shape = {"batch_size": sizes.batch_size, "seq_len": sizes.seq_len, "vocab_size": sizes.vocab_size, "bare_steps": 1}
+        return Subject(Shape(name="rows", model=model, **shape), self.device)
 
     @property
     def _on(self) -> Any:
@@ -154,7 +159,15 @@ class Rows:
         return self._run(algorithm, train).resolved
 
     def key(self, name: str, run: Run) -> str:
-        return f"{name} | {self.sizes.label} | {self.tokens} | {run.train.precision} compile={run.train.compile}"
+        return f"{self._begin(name)}{run.train.precision} compile={run.train.compile}"
+
+    def _begin(self, name: str) -> str:
+        return f"{name} | {self.sizes.label} | {self.tokens} | "
+
+    def recorded(self, record: Record) -> dict[str, dict[str, Any]]:
+        """The cells of the rows, by name, whatever the precision that the defaults chose on the record's device."""
+        cells = [(name, cell) for name in NAMES for cell in record.cells if cell["key"].startswith(self._begin(name))]
+        return dict(cells)
 
 
 class BareLoop:
@@ -310,17 +323,52 @@ def sections(rows: Rows, figures: dict[str, Figures], device: str, missing: Sequ
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not options.quick and not is_cuda(device):
-        raise ConfigError(f"--device {device}: this script measures a GPU, and torch sees none here. Use one, or --quick on a CPU.")
     torch.set_num_threads(1)
-    record, failed = open_record(options, "gpu_algorithms"), list[str]()
+    record = open_record(options, "gpu_algorithms")
     if options.text is not None:
         check_texts(record, {"text": options.text})
     rows = Rows(QUICK if options.quick else Sizes(), options.text, device)
+    failed: list[str] = []
+    if options.quick or is_cuda(device):
+        failed = _measure(rows, record, options)
+    elif not rows.recorded(record):
+        raise ConfigError(
+            f"--device {device}: this script measures a GPU, torch sees none here, and the record {record.path} has no row for the "
+            f"tables. Use a GPU, or --quick on a CPU, or --record with the folder of a record and its --text."
+        )
+    figures = {name: Figures(cell, _tokens(rows.sizes)) for name, cell in rows.recorded(record).items()}
+    left = [name for name in NAMES if name not in figures]
+    record.publish("Algorithms on one GPU", sections(rows, figures, _recorded_device(record) or device_name(device), left))
+    if failed:
+        raise AtollError(f"some rows failed, and the record has the others: {'; '.join(failed)}")
+
+
+def _recorded_device(record: Record) -> str | None:
+    """The device that measured the record's cells; None if it has none. Cells of 2026-11-18 do not name it; `source.txt` does."""
+    named = [cell["device"] for cell in record.cells if "device" in cell]
+    source = record.path / "source.txt"
+    if not named and record.cells and source.exists():
+        named = [line.removeprefix("cuda: ") for line in source.read_text("utf-8").splitlines() if line.startswith("cuda: ")]
+    return named[0] if named else None
+
+
+def _measure(rows: Rows, record: Record, options: argparse.Namespace) -> list[str]:
+    """Measures the missing rows until the time ends. Returns those that failed.
+
+    Raises:
+        ConfigError: the record is of another device, and there are rows to measure.
+    """
+    device, failed = rows.device, list[str]()
     runs = rows.all()
     keys = {name: rows.key(name, run) for name, run in runs.items()}
     until_s = time.monotonic() + 60 * options.minutes
     missing = [name for name in runs if record.get(keys[name]) is None]
+    here, there = device_name(device), _recorded_device(record)
+    if missing and there not in (None, here):
+        raise ConfigError(
+            f"the record {record.path} was measured on {there}, and this device is {here}. A record is of one device: use another "
+            f"--record here, or continue this one there."
+        )
     with CellProgress("gpu_algorithms", len(missing), quiet=options.quiet) as progress:
         bare: BareLoop | None = None
         for name in missing:
@@ -331,19 +379,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 free_memory(device)
                 bare = bare or _warm(BareLoop(rows.workload, device), rows.sizes)
-                found = _add(record, keys[name], runs[name], measure(runs[name], rows.workload, rows.sizes, device, bare))
+                found = _add(record, keys[name], runs[name], here, measure(runs[name], rows.workload, rows.sizes, device, bare))
                 shares = Figures(found, _tokens(rows.sizes)).shares
                 progress.end(f"{name}: {median(shares):.3f} of the tokens per second of the bare loop beside it")
             except Exception as error:  # other rows may not fail
                 traceback.print_exception(error, file=sys.stderr)
                 failed.append(f"{name} ({type(error).__name__} {str(error).partition(chr(10))[0]})")
                 progress.end(f"{name}: failed")
-    figures = {name: Figures(cell, _tokens(rows.sizes)) for name in runs if (cell := record.get(keys[name])) is not None}
-    where = torch.cuda.get_device_name(device) if is_cuda(device) else "a CPU"
-    left = [name for name in runs if name not in figures]
-    record.publish("Algorithms on one GPU", sections(rows, figures, where, left))
-    if failed:
-        raise AtollError(f"some rows failed, and the record has the others: {'; '.join(failed)}")
+    return failed
 
 
 def _warm(bare: BareLoop, sizes: Sizes) -> BareLoop:
@@ -357,8 +400,8 @@ def _warm(bare: BareLoop, sizes: Sizes) -> BareLoop:
     return bare
 
 
-def _add(record: Record, key: str, run: Run, found: dict[str, Any]) -> dict[str, Any]:
-    return record.add(key, {**found, "precision": run.train.precision, "compile": run.train.compile})
+def _add(record: Record, key: str, run: Run, device: str, found: dict[str, Any]) -> dict[str, Any]:
+    return record.add(key, {**found, "precision": run.train.precision, "compile": run.train.compile, "device": device})
 
 
 def _tokens(sizes: Sizes) -> int:

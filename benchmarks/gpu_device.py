@@ -17,6 +17,10 @@ def is_cuda(device: str) -> bool:
     return device.startswith("cuda")
 
 
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if is_cuda(device) else "a CPU"
+
+
 def synchronize(device: str) -> None:
     if is_cuda(device):
         torch.cuda.synchronize(device)

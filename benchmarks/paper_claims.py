@@ -6,9 +6,12 @@
     python benchmarks/paper_claims.py --text prepared/wiki --workload large         6.8 million parameters and a BPE of 8,192
     python benchmarks/paper_claims.py --text prepared/small --quick                 smoke test
 
-`--minutes` starts no cell after that time: the same command with the same `--record` continues, also with the same text in another
-folder. `--dry-run` lists the missing cells in their order: the headline, the tables with one seed, methods of other papers.
-`--only` starts those of some tables.
+`--minutes` starts no cell after that time. Cells then run in the order of importance: the headline, the tables with one seed,
+methods of other papers. Without it long cells run first. The same command with the same `--record` continues, also with the same
+text in another folder. With `--minutes 0` it writes the tables of a record, without a GPU. `--dry-run` lists the missing cells in
+the order of importance. `--only` starts those of some tables.
+
+With `--processes` above 1 on a GPU start CUDA's MPS first, else the processes compute in turns: nvidia-cuda-mps-control -d
 """
 
 from __future__ import annotations
@@ -16,20 +19,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import paper_claims_choices as choices_of
 import paper_claims_rows as rows_of
 from ablations import Group
-from cells import Outcome, Row, run_rows
+from cells import Outcome, Row, Wanted, run_cells
 from paper_claims_report import brief_table, differences_table, report, save_plots
 from paper_claims_verdicts import Study
-from record import Record, benchmark_parser, check_texts, open_record, replace_between, script
+from record import benchmark_parser, check_texts, open_record, replace_between, script
 
 CHOICE_SEED = 100
 """Seeds of the tables are smaller."""
+_VOCABULARY = 257  # of bytes: cells of one workload are compared with each other alone
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,19 +42,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = replace(plan, text=str(options.text), more=tuple(options.set))
     record = open_record(options, f"paper_claims_{options.workload}")
     check_texts(record, {"text": options.text})
-    listed: dict[str, str] | None = {} if options.dry_run else None
-    run = _Cells(record, options, listed)
-    tried, choices = run.choose(plan, rows_of.OF_THE_PAPERS)
-    outcomes = run.tables(rows_of.headline(plan, choices), options.seeds, "headline")
-    outcomes |= run.tables(rows_of.one_seed(plan, choices), options.seeds[:1], "one seed")
-    tried_beyond, choices_beyond = run.choose(plan, rows_of.BEYOND)
-    tried, choices = tried | tried_beyond, choices | choices_beyond
-    outcomes |= run.tables(rows_of.exchanges(plan, choices), options.seeds, "exchanges")
+    listed: list[str] | None = [] if options.dry_run else None
+    order = Order(
+        plan=plan,
+        seeds=tuple(options.seeds),
+        only=frozenset(options.only or ()),
+        limited=options.minutes is not None or options.dry_run,
+        waits=not options.dry_run,
+    )
+    until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s, "warm": record.path / "warm"}
+    found = run_cells(order.wanted, record, "the papers' claims", curves=True, listed=listed, **how)
+    tried = {each.label: found[each.label] for each in order.choosing(found, rows_of.METHODS)}
+    choices = choices_of.best_choices(plan, found)
     if listed is not None:
-        print("\n".join([*listed.values(), _listed_text(plan, choices, len(listed))]))
+        print("\n".join([*listed, _listed_text(choices, len(listed))]))
         return
+    labels = [label for part, _, _ in order.tables(choices) for group in part for label in group.rows]
+    outcomes = {label: found[label] for label in labels if found[label].summaries or found[label].errors}
     text = json.loads((record.path / "text.json").read_text("utf-8"))["text"]
-    study = Study(plan=plan, choices=choices, tried=tried, outcomes=outcomes, text=text, seeds=tuple(options.seeds))
+    study = Study(plan=plan, choices=choices, tried=tried, outcomes=outcomes, text=text, seeds=order.seeds)
     sections = report(study)
     plot = save_plots(plan, outcomes, record.plot, record.path / "deltas.png")
     small = options.workload == "small"  # the page has its differences alone
@@ -62,50 +73,90 @@ def main(arguments: Sequence[str] | None = None) -> None:
         replace_between(options.readme, "evidence_brief", brief_table(study))
 
 
-def _listed_text(plan: rows_of.Plan, choices: Mapping[str, rows_of.Choice], cells: int) -> str:
+def _listed_text(choices: Mapping[str, rows_of.Choice], cells: int) -> str:
     """How many cells are missing, and which tables have rows that are not known yet."""
     later = [method for method in rows_of.METHODS if method not in choices]
     unknown = f" Rows follow when their method has chosen its rates: {', '.join(later)}." if later else ""
     return f"{cells} cells are missing.{unknown}"
 
 
-class _Cells:
-    """Runs the missing cells of chosen tables; or lists them."""
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The cells of the study and the order in which they run.
 
-    def __init__(self, record: Record, options: argparse.Namespace, listed: dict[str, str] | None) -> None:
-        self._record, self._only, self._listed = record, options.only, listed
-        self._until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-        self._how = {"quiet": options.quiet, "processes": options.processes, "curves": True, "warm": record.path / "warm"}
+    Attributes:
+        plan: the workload.
+        seeds: of the tables with several seeds.
+        only: the tables whose missing cells start; empty: all.
+        limited: the order is that of importance, since the time may end; else long cells run first, so that no process is left
+            alone with one at the end. Choices are first, since rows follow from them.
+        waits: a row starts once its method has tried the rate beyond an edge, which may change its choice.
+    """
 
-    def choose(self, plan: rows_of.Plan, methods: Sequence[str]) -> tuple[dict[str, Outcome], dict[str, rows_of.Choice]]:
-        """The outcomes of these methods' candidates, and the choice of every method whose candidates were run."""
-        tried = self._candidates(choices_of.choice_rows(plan, {}, methods), "outer rules")
-        found = {method: choices_of.best(plan, tried, method, None) for method in methods}
-        outers = {method: choice.outer for method, choice in found.items() if choice is not None}
-        tried |= self._candidates(choices_of.choice_rows(plan, outers, methods), "inner rates")
-        tried |= self._candidates(choices_of.further_rows(plan, tried, methods), "further rates")
-        return tried, choices_of.best_choices(plan, tried)
+    plan: rows_of.Plan
+    seeds: tuple[int, ...]
+    only: frozenset[str]
+    limited: bool
+    waits: bool = True
 
-    def _candidates(self, rows: Mapping[str, Row], title: str) -> dict[str, Outcome]:
-        return self._run(rows, [CHOICE_SEED], title, starts=not self._only or rows_of.CHOICES in self._only)
+    def wanted(self, found: Mapping[str, Outcome]) -> list[Wanted[str]]:
+        """All cells that are known to be needed, from what was found so far."""
+        papers, beyond = self.choosing(found, rows_of.OF_THE_PAPERS), self.choosing(found, rows_of.BEYOND)
+        choices = choices_of.best_choices(self.plan, found)
+        settled = self._settled(found, choices)
+        headline, alone, exchanges = (
+            self._cells(groups, seeds, title, {label for group in sure for label in group.rows})
+            for (groups, seeds, title), (sure, _, _) in zip(self.tables(choices), self.tables(settled), strict=True)
+        )
+        if self.limited:
+            return [*papers, *headline, *alone, *beyond, *exchanges]
+        return [*papers, *beyond, *sorted([*headline, *alone, *exchanges], key=lambda each: _length(each.row), reverse=True)]
 
-    def tables(self, groups: Sequence[Group], seeds: Sequence[int], title: str) -> dict[str, Outcome]:
-        """The outcomes of all rows that have cells. Cells run seed by seed, table by table, and long ones first within a table.
-        One call has the cells of all tables: no process waits at a table's end."""
-        found: dict[str, Outcome] = {}
-        for starts in (True, False):
-            rows = {}
-            for group in groups:
-                if (not self._only or group.name in self._only) == starts:
-                    rows |= sorted(group.rows.items(), key=lambda item: -item[1].run(0).train.steps)
-            found |= self._run(rows, seeds, title, starts=starts)
-        return {label: outcome for label, outcome in found.items() if outcome.summaries or outcome.errors}
+    def choosing(self, found: Mapping[str, Outcome], methods: Sequence[str]) -> list[Wanted[str]]:
+        """The candidates of these methods, as far as they are known."""
+        best = {method: choices_of.best(self.plan, found, method, None) for method in methods}
+        outers = {method: choice.outer for method, choice in best.items() if choice is not None}
+        known = [method for method in methods if method in outers]
+        parts = {
+            "outer rules": choices_of.choice_rows(self.plan, {}, methods),
+            "inner rates": choices_of.choice_rows(self.plan, outers, known),
+            "further rates": choices_of.further_rows(self.plan, found, methods),
+        }
+        starts = not self.only or rows_of.CHOICES in self.only
+        rows = {label: (row, title) for title, part in reversed(parts.items()) for label, row in part.items()}
+        every = dict.fromkeys(label for part in parts.values() for label in part)
+        return [Wanted(label, rows[label][0], CHOICE_SEED, rows[label][1], starts) for label in every]
 
-    def _run(self, rows: Mapping[str, Row], seeds: Sequence[int], title: str, *, starts: bool) -> dict[str, Outcome]:
-        """The outcomes of rows, whose missing cells start unless `starts` is false."""
-        if not starts:
-            return run_rows(rows, seeds, self._record, title, listed={}, **self._how)
-        return run_rows(rows, seeds, self._record, title, until_s=self._until_s, listed=self._listed, **self._how)
+    def tables(self, choices: Mapping[str, rows_of.Choice]) -> list[tuple[list[Group], tuple[int, ...], str]]:
+        """The tables of methods that have chosen, with their seeds."""
+        return [
+            (rows_of.headline(self.plan, choices), self.seeds, "headline"),
+            (rows_of.one_seed(self.plan, choices), self.seeds[:1], "one seed"),
+            (rows_of.exchanges(self.plan, choices), self.seeds, "exchanges"),
+        ]
+
+    def _settled(self, found: Mapping[str, Outcome], choices: Mapping[str, rows_of.Choice]) -> dict[str, rows_of.Choice]:
+        """The choices that no missing cell can change."""
+        if not self.waits or (self.only and rows_of.CHOICES not in self.only):
+            return dict(choices)
+        open_ones = set(choices_of.untried(self.plan, found))
+        return {method: choice for method, choice in choices.items() if not {method, rows_of.CHOSEN_BY.get(method)} & open_ones}
+
+    def _cells(self, groups: Sequence[Group], seeds: Sequence[int], title: str, sure: Container[str]) -> list[Wanted[str]]:
+        """Seed by seed, table by table, long cells first within a table."""
+        return [
+            Wanted(label, row, seed, title, label in sure and (not self.only or group.name in self.only))
+            for seed in seeds
+            for group in groups
+            for label, row in sorted(group.rows.items(), key=lambda item: _length(item[1]), reverse=True)
+        ]
+
+
+def _length(row: Row) -> tuple[int, int]:
+    """How long a cell takes, to compare it with others: the steps of all islands times the weights, then the steps that follow each
+    other."""
+    run = row.run(0)
+    return run.train.steps * run.cluster.islands * run.model.num_params(_VOCABULARY), run.train.steps
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -55,6 +55,17 @@ def further_rows(plan: Plan, outcomes: Mapping[str, Outcome], methods: Sequence[
     return {choice_label(*each): plan.row(*each, name=choice_label(*each)) for each in tried}
 
 
+def untried(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[str, str]:
+    """The labels of further rates that were not run, by method."""
+    found = {}
+    for method in METHODS:
+        for label in further_rows(plan, outcomes, [method]):
+            outcome = outcomes.get(label)
+            if outcome is None or not (outcome.summaries or outcome.errors):
+                found[method] = label
+    return found
+
+
 def best_choices(plan: Plan, outcomes: Mapping[str, Outcome]) -> dict[str, Choice]:
     """The choices of all methods whose candidates were run. A further rate counts once it was run."""
     found = {}

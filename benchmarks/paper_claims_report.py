@@ -19,12 +19,14 @@ from curves import costs_figure, deltas_figure
 from paper_claims_rows import ACCO, DELAYED, DPU, FREE, ONE, OVERLAPPED, SYNC, WP, Choice, Plan, diloco, times_batch
 from paper_claims_verdicts import (
     CLOSE,
+    NO_TIME,
     Outcomes,
     Study,
     claims_table,
     compared_text,
     deltas_lines,
     deltas_table,
+    exchange_share,
     further_claims,
     gate_lines,
     headline_claims,
@@ -54,8 +56,13 @@ def choices_table(study: Study) -> str:
     headings = ["method", "inner rate", "rate: loss", "outer rule", f"rule: loss, at a rate of {plan.rate:g}"]
     note = (
         "An outer rule is its learning rate and its momentum. * marks a rate at the edge of those that were tried: a "
-        "rate beyond it may be better, so the method's best is not known. Three outer rules are no grid, so none is marked."
+        "rate beyond it may be better, so the method's best is not known. Three outer rules are no grid, so none is marked. The "
+        "rule of the choice: the lowest loss of one seed, without a margin, also if a further rate is lower by less than the noise "
+        "of a repetition. A further rate, of half of the first or twice the last, is tried where the first or the last was best; "
+        "it counts once it was run."
     )
+    edges = [f"`{method}`" for method in rows_of.METHODS if method in study.edge]
+    note += f" At an edge: {', '.join(edges) or 'none'}."
     return f"{markdown_table(headings, rows)}\n\n{note}"
 
 
@@ -76,7 +83,7 @@ def table(study: Study, group: Group, seeds: int) -> str:
     rows, outcomes = [], study.outcomes
     for label in group.rows:
         if label not in outcomes:
-            rows.append([label, "not run", *["-"] * 6])
+            rows.append([label, NO_TIME, *["-"] * 6])
             continue
         outcome, other = outcomes[label], group.against.get(label)
         compared = compared_text(study, label, other)
@@ -123,8 +130,9 @@ def _crossing(curve: Sequence[tuple[float, int, float]], loss: float) -> float |
     return None
 
 
-def reach_table(outcomes: Outcomes, rows: Sequence[str], target: str) -> str:
-    """Virtual time until each row has the loss at which the target row ends, with a margin."""
+def reach_table(outcomes: Outcomes, rows: Sequence[str], target: str, seeds: int) -> str:
+    """Virtual time until each row has the loss at which the target row ends, with a margin. A row with fewer seeds than those of
+    the study says so."""
     end = outcomes[target].loss
     if end is None:
         return f"{target} diverged: there is no loss to reach."
@@ -133,7 +141,7 @@ def reach_table(outcomes: Outcomes, rows: Sequence[str], target: str) -> str:
     whole_s = times[target]
     lines = [
         [
-            label,
+            label + _fewer(outcomes[label], seeds),
             "never" if time_s is None else human_time(time_s),
             "-" if time_s is None or whole_s is None else f"{time_s / whole_s:.3f}",
         ]
@@ -144,11 +152,11 @@ def reach_table(outcomes: Outcomes, rows: Sequence[str], target: str) -> str:
     )
 
 
-def reach_tables(plan: Plan, outcomes: Outcomes) -> list[str]:
+def reach_tables(plan: Plan, outcomes: Outcomes, seeds: int) -> list[str]:
     """DiLoCo against each larger batch, asynchronous against synchronous training, ACCO against a DDP that overlaps."""
     rows = {times_batch(k): [times_batch(k), *(diloco(k, length) for length in plan.lengths)] for k in plan.counts}
     rows |= {SYNC: [SYNC, *rows_of.HUB], OVERLAPPED: [OVERLAPPED, ACCO, FREE, DPU, WP]}
-    return [reach_table(outcomes, labels, target) for target, labels in rows.items() if target in outcomes]
+    return [reach_table(outcomes, labels, target, seeds) for target, labels in rows.items() if target in outcomes]
 
 
 # ----------------------------------------------------------------------------------------------------------------------- plots
@@ -206,13 +214,13 @@ def report(study: Study) -> list[str]:
     sections += [f"## {group.title}\n\n{table(study, group, len(study.seeds))}" for group in (*groups, *others)]
     if lines := deltas_lines(study):
         sections.append(f"## How alike the islands' deltas are\n\n{deltas_table(study)}\n\n{bullets(lines)}")
-    if reached := reach_tables(study.plan, study.outcomes):
+    if reached := reach_tables(study.plan, study.outcomes, len(study.seeds)):
         sections.append("\n\n".join(["## Time to a loss", *reached]))
     sections.append("The tables below have one seed (†).")
     run = [group for group in alone if any(label in study.outcomes for label in group.rows)]
     sections += ["\n\n".join(filter(None, [f"## {group.title}", group.note, table(study, group, 1)])) for group in run]
     if left := [f"{group.title}: {', '.join(f'`{label}`' for label in group.rows)}" for group in alone if group not in run]:
-        sections.append(f"## Tables of which no row was run\n\n{bullets(left)}")
+        sections.append(f"## Tables of which no row was run\n\nFor want of device time.\n\n{bullets(left)}")
     return sections
 
 
@@ -229,7 +237,7 @@ def brief_table(study: Study) -> str:
         times_batch(many): (f"{many} times the batch (DDP)", f"{plan.steps:,} exchanges", None),
         diloco(many, middle): (f"DiLoCo, {many} islands", rounds[middle], times_batch(many)),
         DELAYED: ("asynchronous: Delayed Nesterov, Dynamic Local Updates", f"{k} workers of 0.58 to 3.33 s a step", SYNC),
-        ACCO: ("ACCO", "the link at which it gains most: an exchange takes half of a batch's time", OVERLAPPED),
+        ACCO: ("ACCO", _link_text(study), OVERLAPPED),
     }
     rows = []
     for label, (description, regime, other) in shown.items():
@@ -250,6 +258,15 @@ def brief_table(study: Study) -> str:
     return f"{markdown_table([*headings, 'virtual time'], rows, left=2)}\n\n{_brief_note(study)}"
 
 
+def _link_text(study: Study) -> str:
+    """The link of ACCO's row, and what the row gains over it."""
+    share = exchange_share(study)
+    link = "" if share is None else f"an exchange takes {share:.3f} of a batch's time; ACCO gains most near half"
+    if not {ACCO, OVERLAPPED} <= study.outcomes.keys():
+        return link
+    return f"{link}: {figure_text.time_ratio_text(study.outcomes[ACCO], study.outcomes[OVERLAPPED])} of DDP's time"
+
+
 def _reference(study: Study, label: str) -> str:
     if label == SYNC:
         return f"DiLoCo, which waits for the slowest ({figure_text.time_text(study.outcomes[label])})"
@@ -262,10 +279,14 @@ def _brief_note(study: Study) -> str:
     """What the rows of the README's table share."""
     plan, one = study.plan, study.outcomes[ONE]
     rule = _rule(study.choices[rows_of.DILOCO].outer)
+    shares = {islands: 100 * CLOSE / gained for islands in plan.counts if (gained := study.gain(islands))}
+    shown = " and ".join(f"{share:.0f} % of what {islands} times the batch gains" for islands, share in shares.items())
+    margin = f" {CLOSE:g} is {shown} over one worker." if shown else ""
     return (
         f"{figure_text.decoder_text(one)}, batches of {plan.batch_size * plan.seq_len:,} tokens per island, {len(study.seeds)} "
         f"seeds, each method at its best of three inner rates; DiLoCo's outer rule is {rule}, the best of three. The papers claim "
-        f'"below". (edge): the row that the verdict is against has its best rate at the edge of those that were tried.'
+        f'"below". (edge): the row that the verdict is against has its best rate at the edge of those that were tried; (both '
+        f"edges): both rows have.{margin}"
     )
 
 

@@ -13,8 +13,9 @@ import figure_text
 import paper_claims_choices as choices_of
 import paper_claims_rows as rows_of
 from ablations import Group
+from atoll.runs.cluster import all_reduce_cost, step_times
 from cells import Outcome
-from claims import INTERVAL_RULE, Claim, costs, few_seeds, higher, lower
+from claims import INTERVAL_RULE, UNEQUAL_START, Claim, costs, few_seeds, higher, lower, unequal_start
 from paper_claims_rows import (
     ACCO,
     BUFFER,
@@ -41,8 +42,10 @@ CLOSE = 0.02
 """Nats. The second column of verdicts: whether the first row ends at most this much above the second."""
 LEAST_SEEDS = 3
 """Fewer give neither a verdict nor an interval: with two, both rest on one difference."""
-FAVOURED = " (edge)"
-"""Marks a verdict that an edge of the grid of rates favours."""
+FAVOURED, BOTH_EDGES = " (edge)", " (both edges)"
+"""Mark a verdict that an edge of the grid of rates favours, and one on two rows that both have their rate at an edge."""
+NO_TIME = "not run: device time"
+"""What stands in the place of a row's loss: the time on the device ended before its cell."""
 
 Outcomes = Mapping[str, Outcome]
 _PPL = "{} and {} of perplexity"
@@ -71,13 +74,22 @@ class Study:
     def judged(self, islands: int) -> bool:
         """Whether claims about this larger batch are judged."""
         found = self.gain(islands)
-        return found is not None and found <= GATE
+        return found is not None and found <= GATE and not start_differs(self.outcomes, ONE, times_batch(islands))
 
 
 def gain(outcomes: Outcomes, one: str, batch: str) -> float | None:
     """By how much the larger batch ends below one worker, over the seeds that both have."""
     losses = [outcomes[label].loss if label in outcomes else None for label in (one, batch)]
     return None if losses[0] is None or losses[1] is None else mean_difference(losses[0], losses[1])
+
+
+def start_differs(outcomes: Outcomes, one: str, other: str) -> bool:
+    """Whether two rows whose warm starts have the same settings began with other weights in a seed that both have. So it is if a
+    record is continued without its folder of warm starts: on a GPU no two have the same bits."""
+    rows = [outcomes[label] for label in (one, other)]
+    runs = [row.row.run(0) for row in rows]
+    starts = [(run.model, type(run.optimizer), run.train.warm_start_steps, run.train.warm_start_lr) for run in runs]
+    return starts[0] == starts[1] and unequal_start(rows)
 
 
 def mean_difference(one: Sample, two: Sample) -> float:
@@ -207,12 +219,19 @@ def _overlap_claims(study: Study) -> list[Tested]:
 
 
 def _exchange_share(study: Study) -> str:
-    """How long an exchange takes, from the bytes that DDP sends."""
-    sent = study.outcomes[OVERLAPPED].mean("sent_bytes_per_island") if OVERLAPPED in study.outcomes else None
-    if sent is None:
-        return ""
-    share = 8 * sent / study.plan.steps / (study.plan.overlap_mbit_per_s * 1e6)
-    return f": an exchange takes {share:.3f} of a batch's time"
+    """The same in words."""
+    share = exchange_share(study)
+    return "" if share is None else f": an exchange takes {share:.3f} of a batch's time"
+
+
+def exchange_share(study: Study) -> float | None:
+    """The time of one exchange of all gradients over the links of ACCO's rows, latencies included, over the time of a batch."""
+    params = study.outcomes[OVERLAPPED].mean("params") if OVERLAPPED in study.outcomes else None
+    if params is None:
+        return None
+    cluster = study.outcomes[OVERLAPPED].row.run(0).cluster
+    links = [cluster.link_of(island) for island in range(cluster.islands)]
+    return all_reduce_cost(int(params), 4, links, cluster.topology).seconds / step_times(cluster.step_time_s)[0]
 
 
 def _share(study: Study, one: str, other: str) -> str:
@@ -246,23 +265,27 @@ def verdict(study: Study, claim: Claim) -> str:
     mine, its = study.outcomes[one].loss, study.outcomes[other].loss
     if mine is None or its is None:
         return "**diverged**"
+    if start_differs(study.outcomes, one, other):
+        return f"**not judged: {UNEQUAL_START}**"
     seeds, found = min(len(mine.values), len(its.values)), difference(mine, its)
     none = few_seeds(seeds, LEAST_SEEDS)
     if none is not None or found is None:
         return f"**{none}**"
     judged = claim.judge(found)
-    return f"**{judged}**{FAVOURED if _favoured(study, claim, judged) else ''}"
+    return f"**{judged}**{_edge_mark(study, claim, judged)}"
 
 
-def _favoured(study: Study, claim: Claim, judged: str) -> bool:
-    """Whether a rate beyond those that were tried could only weaken the verdict: the row that it is against is at the edge of its
-    rates, and the other is not."""
+def _edge_mark(study: Study, claim: Claim, judged: str) -> str:
+    """Whether rates beyond those that were tried could only weaken the verdict, since the row that it is against is at the edge of
+    its rates and the other is not; or could change it in both directions, since both are."""
     (_, one), (_, other) = claim.terms
     low, high = (one, other) if claim.below < math.inf else (other, one)
     if judged not in ("holds here", "does not hold here"):
-        return False
+        return ""
     against, favoured = (high, low) if judged == "holds here" else (low, high)
-    return rows_of.method_of(against) in study.edge and rows_of.method_of(favoured) not in study.edge
+    if rows_of.method_of(against) not in study.edge:
+        return ""
+    return BOTH_EDGES if rows_of.method_of(favoured) in study.edge else FAVOURED
 
 
 def difference_text(one: Sample, two: Sample) -> str:
@@ -285,7 +308,9 @@ def compared_text(study: Study, one: str, other: str | None) -> str:
     if other is None or other not in rows or rows[one].row.run(0) == rows[other].row.run(0):
         return "-"
     mine, its = rows[one].loss, rows[other].loss
-    return "-" if mine is None or its is None else difference_text(mine, its)
+    if mine is None or its is None:
+        return "-"
+    return difference_text(mine, its) + (f" ({UNEQUAL_START})" if start_differs(rows, one, other) else "")
 
 
 def kept_text(study: Study, label: str, islands: int | None) -> str:
@@ -320,7 +345,19 @@ def rules_text(study: Study) -> str:
         f"{INTERVAL_RULE} Fewer than {LEAST_SEEDS} seeds give neither a verdict nor an interval. The papers' claims are strict: "
         f'"below" is a difference below 0. The next column judges a weaker claim, that the row ends at most {CLOSE:g} above. The '
         f"share of the gain is that of the larger batch over one worker. (edge) marks a verdict that an edge of the grid "
-        f"favours: the row that it is against has its best rate at the edge of those that were tried, and the other row has not."
+        f"favours: the row that it is against has its best rate at the edge of those that were tried, and the other row has not. "
+        f"(both edges): both rows have, so rates beyond could change the verdict in both directions.{_unequal_text(study)}"
+    )
+
+
+def _unequal_text(study: Study) -> str:
+    """That rows began with other weights, if some did."""
+    if not any(start_differs(study.outcomes, one, other) for one, other in combinations(study.outcomes, 2)):
+        return ""
+    return (
+        f" {UNEQUAL_START.capitalize()}: the warm starts of two rows have the same settings but other weights in at least one "
+        f"seed, since they ran on two machines, or a command continued the record without its folder `warm`. Such rows are not "
+        f"judged."
     )
 
 
@@ -332,8 +369,11 @@ def gate_lines(study: Study) -> list[str]:
     for batch, one in pairs:
         found = gain(study.outcomes, one, batch)
         if found is not None:
-            decision = "claims about it are judged" if found <= GATE else "**not judged here**"
-            lines.append(f"{batch} gains {found:.3f} nats over {one} (the limit is {GATE:g}): {decision}.")
+            margin = f" The margin of {CLOSE:g} is {100 * CLOSE / found:.0f} % of that gain." if found > 0 else ""
+            decision = f"claims about it are judged.{margin}" if found <= GATE else "**not judged here**."
+            if start_differs(study.outcomes, one, batch):
+                decision = f"**not judged: {UNEQUAL_START}**."
+            lines.append(f"{batch} gains {found:.3f} nats over {one} (the limit is {GATE:g}): {decision}")
     return lines
 
 
@@ -346,8 +386,9 @@ def noise_text(study: Study) -> str:
     replicates = ((diloco(k, short), SYNC, rows_of.DENSE), (times_batch(k), OVERLAPPED))
     found = []
     for labels in replicates:
-        losses = [loss.values for label in labels if label in study.outcomes and (loss := study.outcomes[label].loss) is not None]
-        found += [abs(a - b) for one, two in combinations(losses, 2) for a, b in zip(one, two, strict=False)]
+        losses = {label: loss.values for label in labels if label in study.outcomes and (loss := study.outcomes[label].loss)}
+        pairs = [pair for pair in combinations(losses, 2) if not start_differs(study.outcomes, *pair)]
+        found += [abs(a - b) for one, two in pairs for a, b in zip(losses[one], losses[two], strict=False)]
     if not found:
         return ""
     rows = " and ".join(", ".join(f"`{label}`" for label in labels) for labels in replicates)
@@ -368,17 +409,13 @@ def missing_lines(study: Study, parts: Sequence[tuple[str, Sequence[Group], Sequ
         ]
         missing = [sum(count <= number for count in found) for number in range(len(seeds))]
         each = ", ".join(f"{count} of {len(labels)} with seed {seed}" for count, seed in zip(missing, seeds, strict=True) if count)
-        lines.append(f"{title}: {sum(missing)} cells ({each})." if sum(missing) else f"{title}: none.")
-    further = choices_of.further_rows(study.plan, study.tried)
-    untried = [
-        label for label in further if label not in study.tried or not (study.tried[label].summaries or study.tried[label].errors)
-    ]
-    if untried:
-        methods = [label.partition(", rate ")[0] for label in untried]
+        lines.append(f"{title}: {sum(missing)} cells ({each}): device time." if sum(missing) else f"{title}: none.")
+    methods = [*choices_of.untried(study.plan, study.tried)]
+    if methods:
         named = ", ".join(f"`{method}`" for method in methods)
         rows = [label for _, groups, _ in parts for group in groups for label in group.rows if rows_of.method_of(label) in methods]
         lines.append(
-            f"Rates beyond the edge: {len(untried)} cells ({named}). A method that ends lower there runs its rows "
+            f"Rates beyond the edge: {len(methods)} cells ({named}): device time. A method that ends lower there runs its rows "
             f"again: {len(rows)} rows of the tables with several seeds have one of these methods."
         )
     return lines
@@ -422,6 +459,7 @@ def deltas_lines(study: Study) -> list[str]:
             none = few_seeds(seeds, LEAST_SEEDS)
             claim = higher("", one, other)
             judged = none if none is not None or found is None else claim.judge(found)
+            judged = f"not judged: {UNEQUAL_START}" if start_differs(study.outcomes, one, other) else judged
             value = figure_text.interval_text(found) if none is None and found is not None else f"{mean_difference(*samples):+.4f}"
             lines.append(f"**{judged}**: the deltas of {one} are more alike than those of {other}: cosine {value}.")
     return lines

@@ -25,6 +25,10 @@ class CellProgress:
         self._total, self._done, self._name = total, 0, ""
         self._display = None if quiet else ProgressDisplay(title)
 
+    def expect(self, total: int) -> None:
+        """The number of cells has become another: what one finds can ask for more."""
+        self._total = total
+
     def begin(self, name: str) -> None:
         """A cell begins."""
         self._name = name

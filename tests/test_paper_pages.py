@@ -22,6 +22,7 @@ from atoll.algorithms.zero import ZeRO1
 from atoll.cli.recipe_settings import run_of
 from atoll.core.events import RoundFinished
 from atoll.engines.accounting import MAX_SKIPPED
+from atoll.models.gpt import GPT
 from atoll.optim.delayed_nesterov import DelayedNesterov
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import SGD
@@ -314,24 +315,63 @@ def medium_claims():
 def verdict_in_words(verdict):
     words = {"holds here": "held", "does not hold here": "did not hold", "within the spread": "within the spread"}
     words |= {f"{seeds} no verdict": f"no verdict, {seeds.strip(',')}" for seeds in ("one seed,", "two seeds,")}
-    found = re.fullmatch(r"\*\*(.+)\*\*( \(edge\))?", verdict)
-    return words[found[1]] + (", edge" if found[2] else "")
+    found = re.fullmatch(r"\*\*(.+)\*\*(?: \((edge|both edges)\))?", verdict)
+    return words[found[1]] + (f", {found[2]}" if found[2] else "")
+
+
+def claims_in(measured, claims, item):
+    """The claims of a cell of a page, whose differences and verdicts are those of the record."""
+    seen = set()
+    for text, verdict, difference, near in re.findall(
+        r"\*([^*]+)\*: ([a-z, ]*)\(([-+][^)]*)\)(?:; at most 0\.02 above: ([a-z, ]+))?", measured
+    ):
+        shown, strict, margin = claims[text]
+        assert difference == shown, (item, text)
+        assert verdict.strip() == ("" if strict == "-" else verdict_in_words(strict)), (item, text)
+        judged = margin != "-" and "no verdict" not in margin
+        assert near == (verdict_in_words(margin) if judged else ""), (item, text)
+        seen.add(text)
+    return seen
+
+
+def test_the_short_answers_of_the_evidence_are_those_of_the_record():
+    table = text_of("evidence").partition("## In short")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    seen = {row[0]: claims_in(row[1], medium_claims(), row[0]) for row in rows}
+    assert {paper: len(claims) for paper, claims in seen.items()} == {"DiLoCo": 4, "asynchronous Local-SGD": 2, "ACCO": 2}
+    record = (RECORDS / "2026-11-18_paper_claims_medium" / "README.md").read_text()
+    for figure in ("0.306 of ", "0.505 of a batch's time", "0.957 of the time"):
+        assert figure in table
+        assert figure in record
+    assert "not run: device time" in record, "the page says what was not run"
+
+
+def test_the_reasons_for_the_regime_are_figures_of_plans_recipes_and_records():
+    table = text_of("evidence").partition("## Why this regime")[2].partition("\n- ")[0]
+    rows = [line.strip("| ").split(" | ")[1:] for line in table.splitlines() if line.startswith("| ")]
+    small, large = GPT(layers=3, width=128, heads=4, head_size=32), GPT(layers=6, width=256, heads=4, head_size=64)
+    paper, vocabularies = recipes.recipe("diloco-150m"), (BYTES_VOCABULARY, 8192)
+    read = (paper.train.steps + paper.train.warm_start_steps) * batch_tokens(paper)
+    weights = [model.num_params(size) for model, size in zip((small, large), vocabularies, strict=True)]
+    shares = [4000 * 8192 / weights[0], 4000 * 32_768 / weights[1], read / paper.model.num_params(32_000)]
+    assert rows[1] == [f"{share:.0f}" for share in shares]
+    cells = [json.loads(line) for line in (RECORDS / "2026-11-18_paper_claims_medium" / "cells.jsonl").read_text().splitlines()]
+    took = [
+        cell["summary"]["wall_time_s"]
+        for cell in cells
+        if cell["recipe"] == "demo-diloco" and any("Cluster(islands=4," in each for each in cell["settings"])
+    ]
+    speed = float(re.search(r"\| DiLoCo \| ([\d.]+) M \|", text_of("evidence"))[1]) * 1e6
+    assert rows[4][0].startswith(f"{min(took):.0f} to {max(took):.0f} s")
+    assert rows[4][1] == f"{3000 * 4 * 32768 / speed:.0f} s alone, at {speed / 1e6:.2f} M tokens/s"
+    assert f"{len(cells)} of them began" in text_of("evidence")
 
 
 def test_differences_and_verdicts_of_the_coverage_page_at_06m_are_those_of_the_record():
     claims, seen = medium_claims(), set()
     for item, _, regime, _, measured in coverage_rows():
-        if not regime.startswith("0.6M/8k"):
-            continue
-        for text, verdict, difference, near in re.findall(
-            r"\*([^*]+)\*: ([a-z, ]*)\(([-+][^)]*)\)(?:; at most 0\.02 above: ([a-z, ]+))?", measured
-        ):
-            shown, strict, margin = claims[text]
-            assert difference == shown, (item, text)
-            assert verdict.strip() == ("" if strict == "-" else verdict_in_words(strict)), (item, text)
-            judged = margin != "-" and "no verdict" not in margin
-            assert near == (verdict_in_words(margin) if judged else ""), (item, text)
-            seen.add(text)
+        if regime.startswith("0.6M/8k"):
+            seen |= claims_in(measured, claims, item)
     others = {text for text in claims if text.startswith(("DiLoCo,", "DiLoCo:", "Asynchronous", "ACCO")) and "int" not in text}
     assert seen == others, "the page has every claim of the three papers"
 

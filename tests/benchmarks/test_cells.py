@@ -1,10 +1,11 @@
 """Cells: none runs twice, and a failed or missing cell affects no other."""
 
 import json
+import sys
 
 import pytest
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ConfigError
 from atoll.data.prepare import Preparation, prepare
 
 
@@ -62,17 +63,43 @@ def test_a_row_has_the_seeds_before_the_first_missing_one(b, small, tmp_path):
     assert found["row"].loss.values == (0.0,)
 
 
-def test_processes_run_the_same_cells_and_a_failed_cell_costs_only_those_not_started(b, small, lines_of, tmp_path):
-    good, never = (b.cells.Row(recipe="demo-ddp", base=(*small, f"train.steps={steps}")) for steps in (4, 2))
-    bad = b.cells.Row(recipe="demo-ddp", base=(*small, "data.seq_len=100000"))
-    rows, record = {"bad": bad, "good": good, "never": never}, b.record.Record(tmp_path / "processes")
-    with pytest.raises(AtollError, match="100001"):
-        b.cells.run_rows(rows, [0], record, "", quiet=True, islands=True, processes=2)
-    (line,) = lines_of(record.path)
-    cell = json.loads(line)
-    assert cell["settings"] == list(good.base)
-    here = b.cells.run_rows({"good": good}, [0], b.record.Record(tmp_path / "here"), "", quiet=True, islands=True)["good"]
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_failed_cell_costs_no_other_and_is_named_at_the_end(b, small, lines_of, tmp_path, processes):
+    """Cells run in processes have the figures of this process."""
+    rows = {steps: b.cells.Row(recipe="demo-ddp", base=(*small, f"train.steps={steps}")) for steps in (4, 2, 3)}
+    bad = b.cells.Row(recipe="demo-ddp", base=(*small, "data.seq_len=100000"), name="too long")
+    record = b.record.Record(tmp_path / "record")
+    with pytest.raises(AtollError, match=r"1 of 4 cells failed: too long, seed 0 \(.*100001"):
+        b.cells.run_rows({"bad": bad, **rows}, [0], record, "", quiet=True, islands=True, processes=processes)
+    found = {line["settings"][-1]: line for line in map(json.loads, lines_of(record.path))}
+    assert {*found} == {"train.steps=4", "train.steps=2", "train.steps=3"}
+    assert "too long, seed 0: failed (" in (record.path / "log.txt").read_text()
+    here = b.cells.run_rows({4: rows[4]}, [0], b.record.Record(tmp_path / "here"), "", quiet=True, islands=True)[4]
+    cell = found["train.steps=4"]
     assert (cell["summary"]["digest"], cell["islands"]) == (here.summaries[0]["digest"], list(here.islands[0]))
+
+
+def test_a_cell_whose_library_is_missing_is_refused_before_the_first_cell(b, small, lines_of, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
+    rows = {"first": (), "k-means": ("data.partition=KMeans()",)}
+    rows = {label: b.cells.Row(recipe="demo-diloco", base=tuple(small), settings=each) for label, each in rows.items()}
+    with pytest.raises(ConfigError, match=r"need sklearn.cluster, which cannot be imported .* Install it with"):
+        b.cells.run_rows(rows, [0], b.record.Record(tmp_path), "", quiet=True)
+    assert not (tmp_path / "cells.jsonl").exists()
+
+
+def test_what_a_cell_finds_asks_for_more_cells(b, small, lines_of, tmp_path):
+    """A choice and the rows that follow from it are one call, in which no process waits."""
+    first, second = (b.cells.Row(recipe="demo-ddp", base=(*small, f"train.steps={steps}")) for steps in (2, 4))
+
+    def wanted(found):
+        follows = "first" in found and found["first"].loss is not None
+        return [b.cells.Wanted("first", first, 0), *([b.cells.Wanted("second", second, 0)] if follows else [])]
+
+    for _ in range(2):
+        found = b.cells.run_cells(wanted, b.record.Record(tmp_path), "", quiet=True, processes=2)
+        assert [*found] == ["first", "second"]
+        assert len(lines_of(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("recipe", ["demo-ddp", "demo-diloco", "demo-acco", "demo-async", "demo-two-level"])

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,9 +236,47 @@ def test_a_record_without_a_headline_is_refused_before_a_page_changes(b, publish
     shutil.copytree(record, tmp_path / "records" / record.name)
     cells_file = tmp_path / "records" / record.name / "cells.jsonl"
     cells_file.write_text(cells_file.read_text().replace("warmup=100", "warmup=99"))
-    with pytest.raises(ConfigError, match="evidence_diloco has no row of the headline"):
+    with pytest.raises(ConfigError, match="no record of evidence_diloco has a row of the headline"):
         b.evidence_headline.main(["--docs", str(page), "--records", str(tmp_path / "records")])
     assert "figures" in page.read_text()
+
+
+def test_a_later_record_that_is_not_complete_does_not_replace_a_complete_one(b, published, tmp_path, capsys):
+    for record in published.iterdir():
+        shutil.copytree(record, tmp_path / record.name)
+    later = tmp_path / "2030-01-01_evidence_acco"
+    (record,) = tmp_path.glob("*_evidence_acco")
+    shutil.copytree(record, later)
+    lines = (later / "cells.jsonl").read_text().splitlines(keepends=True)
+
+    def row_of_acco():
+        b.evidence_headline.main(["--records", str(tmp_path)])
+        (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| ACCO |"))
+        return row
+
+    complete = row_of_acco()
+    (later / "cells.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    assert row_of_acco() == complete
+    (later / "cells.jsonl").write_text("".join(lines).replace('"virtual_time_s": ', '"virtual_time_s": 1'))
+    assert row_of_acco() != complete, "a later complete record does"
+
+
+@pytest.mark.parametrize("record", [None, "benchmarks/records/2026-11-18_paper_claims_medium"])
+def test_make_continues_the_studies_with_small_batches_where_it_continues_a_record(record):
+    command = ["make", "--dry-run", "gpu-evidence", "TEXT=folder", "--old-file", ".venv/.installed"]
+    shown = subprocess.run(
+        [*command, *([f"RECORD={record}"] if record else [])], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    continued = re.findall(r"evidence_(\w+)\.py [^&]*--record benchmarks/records/\S*_evidence_(\w+)", shown.stdout)
+    assert continued == ([(name, name) for name in ("diloco", "async", "acco")] if record else [])
+    assert [*re.findall(r"evidence_(\w+)\.py --text", shown.stdout)] == ["diloco", "async", "acco"]
+
+
+def test_make_writes_the_tables_of_a_record_without_text_and_gpu():
+    command = ["make", "--dry-run", "evidence", "TABLES=1", "DOCS=1", "WORKLOAD=medium", "--old-file", ".venv/.installed"]
+    shown = subprocess.run([*command, "RECORD=folder"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (line,) = (line for line in shown.splitlines() if "benchmarks/" in line)
+    assert line.endswith("--record folder --docs docs/evidence.md --readme README.md --minutes 0")
 
 
 def test_a_headline_without_records_is_refused(b, tmp_path):

@@ -1,6 +1,8 @@
 """The benchmark of all algorithms on one GPU: a smoke test on a CPU, its turns and its verdicts."""
 
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +55,32 @@ def test_no_row_starts_after_the_time_limit(b, tmp_path, capsys):
 def test_without_a_gpu_only_quick_is_allowed(b, tmp_path):
     with pytest.raises(ConfigError, match=r"--device cpu: .* --quick"):
         b.gpu_algorithms.main(["--record", str(tmp_path)])
+
+
+def published(folder):
+    """A copy of the published record without its page."""
+    record = sorted((Path(__file__).parents[2] / "benchmarks" / "records").glob("*_gpu_algorithms"))[-1]
+    for file in ("cells.jsonl", "text.json", "source.txt"):
+        shutil.copy(record / file, folder)
+    return (record / "README.md").read_text()
+
+
+def test_the_published_tables_are_those_of_the_record_and_need_no_gpu(b, tmp_path):
+    expected = published(tmp_path)
+    b.gpu_algorithms.main(["--record", str(tmp_path), "--text", "any/folder", "--device", "cpu", "--quiet"])
+    tables, made = (text.partition("## How to reproduce")[0] for text in (expected, (tmp_path / "README.md").read_text()))
+    assert made == tables
+    assert "On NVIDIA H200, " in made
+
+
+def test_a_record_of_another_device_is_not_continued(b, tmp_path):
+    published(tmp_path)
+    with pytest.raises(ConfigError, match=r"was measured on NVIDIA H200, and this device is a CPU"):
+        b.gpu_algorithms.main([*QUICK, "--record", str(tmp_path)])
+    cell = {"key": "another row", "device": "NVIDIA A100"}
+    (tmp_path / "cells.jsonl").write_text(json.dumps(cell) + "\n")
+    with pytest.raises(ConfigError, match="was measured on NVIDIA A100"):
+        b.gpu_algorithms.main([*QUICK, "--record", str(tmp_path)])
 
 
 def test_all_rows_are_judged_by_their_medians_against_the_fastest_bare_loop(b):

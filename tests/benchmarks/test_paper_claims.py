@@ -81,6 +81,7 @@ def test_a_batch_that_still_pays_is_not_judged(b, batch, verdict):
     study = study_of(b, rows)
     (gate,) = of.gate_lines(study)
     assert verdict in gate
+    assert ("The margin of 0.02 is 19 % of that gain." in gate) == (verdict == "judged")
     (line,) = (line for line in of.claims_table(study, of.headline_claims(study)).splitlines() if "below 4 times the batch" in line)
     assert line.count("**not judged here**") == (2 if verdict == "not judged here" else 0)
 
@@ -104,6 +105,36 @@ def claim_row(b, one, other, **fields):
     return line.strip("| ").split(" | ")
 
 
+def started(b, found, *first):
+    """A row whose seeds begin with these losses."""
+    return replace(found, curves=tuple(((0.0, 0, at), (9.0, 9, 1.0)) for at in first))
+
+
+@pytest.mark.parametrize(("starts", "judged"), [((5.0, 5.1, 5.2), True), ((5.0, 5.1, 5.3), False)])
+def test_rows_that_began_with_other_weights_are_marked_and_not_judged(b, starts, judged):
+    rows_of, of, mark = b.paper_claims_rows, b.paper_claims_verdicts, "not judged: unequal start"
+    one, other = outcome(b, 3.008, 3.01, 3.012), started(b, outcome(b, 3.0, 3.0, 3.0), *starts)
+    _, _, shown, strict, near, _, _ = claim_row(b, started(b, one, 5.0, 5.1, 5.2), other)
+    assert (shown.endswith(" (unequal start)"), strict == f"**{mark}**", near == f"**{mark}**") == (not judged,) * 3
+    batch = started(b, outcome(b, 3.0, 3.0, 3.0), *starts)
+    rows = {rows_of.ONE: started(b, outcome(b, 3.1, 3.1, 3.1), 5.0, 5.1, 5.2), rows_of.times_batch(4): batch}
+    study = study_of(b, rows)
+    assert study.judged(4) == judged
+    assert (mark in of.gate_lines(study)[0]) == (not judged)
+    assert ("Unequal start: " in of.rules_text(study)) == (not judged)
+    warmer = b.cells.Row(recipe="demo-ddp", settings=("train.warm_start_steps=7",))
+    rows[rows_of.times_batch(4)] = replace(batch, row=warmer)
+    assert study_of(b, rows).judged(4), "a row with another warm start is meant to begin elsewhere"
+
+
+def test_the_time_of_an_exchange_has_its_latencies(b):
+    """A ring of four islands takes six steps of 1 ms, and sends 1.5 times the weights."""
+    rows_of, plan = b.paper_claims_rows, b.paper_claims_rows.MEDIUM
+    row = plan.row(rows_of.OVERLAPPED, rows_of.Choice(plan.rate, plan.outers[0]))
+    rows = {rows_of.OVERLAPPED: b.cells.Outcome(row, ({"params": 1_000_000},))}
+    assert b.paper_claims_verdicts.exchange_share(study_of(b, rows, plan)) == pytest.approx(0.006 + 1.5 * 4 * 8 / 60)
+
+
 def test_a_claim_is_judged_in_the_papers_direction_and_within_a_margin(b):
     _, _, shown, strict, near, share, _ = claim_row(b, outcome(b, 3.008, 3.01, 3.012), outcome(b, 3.0, 3.0, 3.0))
     assert shown == "+0.0100 [+0.0050, +0.0150]"
@@ -112,7 +143,9 @@ def test_a_claim_is_judged_in_the_papers_direction_and_within_a_margin(b):
     assert (shown, strict, near) == ("+0.0100", *["**two seeds, no verdict**"] * 2), "two seeds have neither interval nor verdict"
 
 
-@pytest.mark.parametrize(("at_edge", "strict", "near"), [("batch", "", " (edge)"), ("DiLoCo", " (edge)", ""), ("both", "", "")])
+@pytest.mark.parametrize(
+    ("at_edge", "strict", "near"), [("batch", "", " (edge)"), ("DiLoCo", " (edge)", ""), ("both", " (both edges)", " (both edges)")]
+)
 def test_a_verdict_that_an_edge_of_the_grid_favours_is_marked(b, at_edge, strict, near):
     """The batch at its edge could be better, so that the claim would fail; DiLoCo at its edge, so that it would hold."""
     rows_of = b.paper_claims_rows
@@ -218,8 +251,10 @@ def test_the_time_to_a_loss_is_that_of_the_crossing_and_a_diverged_target_has_no
     row, curve = b.cells.Row(recipe="demo-ddp"), ((0.0, 0, 3.0), (10.0, 1, 2.0))
     rows = {"A": b.cells.Outcome(row, ({"val_loss": 2.0},), curves=(curve,)), "B": b.cells.Outcome(row, (), ("diverged",))}
     assert report.reach_time_s(rows["A"], 2.0 + report.CLOSE) == pytest.approx(9.8)
-    assert "| B | never | - |" in report.reach_table(rows, ["A", "B"], "A")
-    assert report.reach_table(rows, ["A", "B"], "B") == "B diverged: there is no loss to reach."
+    shown = report.reach_table(rows, ["A", "B"], "A", 3)
+    assert "| A † | 0:00:09.800 | 1.000 |" in shown, "a row of one seed says so"
+    assert "| B † | never | - |" in shown
+    assert report.reach_table(rows, ["A", "B"], "B", 3) == "B diverged: there is no loss to reach."
 
 
 def test_missing_cells_and_rates_beyond_an_edge_are_counted(b):
@@ -233,8 +268,8 @@ def test_missing_cells_and_rates_beyond_an_edge_are_counted(b):
     }
     study = study_of(b, {"A": outcome(b, 1.0, 1.0), "B": outcome(b, 1.0)}, plan, tried=tried)
     cells, rates = b.paper_claims_verdicts.missing_lines(study, [("Tables", groups, [0, 7])])
-    assert cells == "Tables: 5 cells (2 of 4 with seed 0, 3 of 4 with seed 7)."
-    assert rates.startswith("Rates beyond the edge: 1 cells (`batch`). ")
+    assert cells == "Tables: 5 cells (2 of 4 with seed 0, 3 of 4 with seed 7): device time."
+    assert rates.startswith("Rates beyond the edge: 1 cells (`batch`): device time. ")
     assert "1 rows of the tables with several seeds" in rates
 
 
@@ -244,6 +279,55 @@ def test_rows_run_in_the_order_of_their_tables(b):
     choices = {method: rows_of.Choice(plan.rate, plan.outers[0]) for method in rows_of.RECIPES}
     groups = [*rows_of.headline(plan, choices), *rows_of.one_seed(plan, choices), *rows_of.exchanges(plan, choices)]
     assert (rows_of.CHOICES, *(group.name for group in groups)) == rows_of.TABLES
+
+
+def order_of(b, plan, **fields):
+    return b.paper_claims.Order(**{"plan": plan, "seeds": (0, 1), "only": frozenset(), "limited": True, **fields})
+
+
+def all_tried(b, plan):
+    """The candidates of all methods, of which the second rate is best."""
+    rows_of, choices_of = b.paper_claims_rows, b.paper_claims_choices
+    return {
+        choices_of.choice_label(method, rows_of.Choice(rate, outer)): outcome(b, 1.0 + (rate != plan.rate) + number / 10)
+        for method in rows_of.METHODS
+        for number, outer in enumerate(choices_of.outers_of(plan, method))
+        for rate in plan.rates
+    }
+
+
+def test_cells_run_in_the_order_of_importance_or_long_ones_first(b):
+    plan = b.paper_claims_rows.SMALL
+    limited, free = (order_of(b, plan, limited=limited).wanted(all_tried(b, plan)) for limited in (True, False))
+    assert {(each.label, each.seed) for each in limited} == {(each.label, each.seed) for each in free}
+    parts = list(dict.fromkeys(each.title for each in limited if each.title not in ("outer rules", "inner rates")))
+    assert parts == ["headline", "one seed", "exchanges"]
+    beyond = [at for at, each in enumerate(limited) if each.label.startswith("SparseLoCo, rate")]
+    assert limited[beyond[0] - 1].title == "one seed", "methods of other papers choose after the papers' rows"
+    rows = [each for each in free if each.title in parts]
+    lengths = [b.paper_claims._length(each.row) for each in rows]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[-1]
+    assert all(each.title not in parts for each in free[: len(free) - len(rows)]), "rows follow from choices"
+
+
+def test_rows_start_once_the_rate_beyond_an_edge_was_tried(b):
+    rows_of, plan = b.paper_claims_rows, b.paper_claims_rows.SMALL
+    tried, at = all_tried(b, plan), rows_of.Choice(plan.rates[-1], plan.outers[0])
+    tried[b.paper_claims_choices.choice_label(rows_of.DILOCO, at)] = outcome(b, 0.5)
+
+    def starting(**fields):
+        return {each.label for each in order_of(b, plan, **fields).wanted(tried) if each.starts}
+
+    beyond = replace(at, rate=plan.further_rates[-1])
+    label = b.paper_claims_choices.choice_label(rows_of.DILOCO, beyond)
+    assert label in starting()
+    assert not {rows_of.diloco(4, 50), rows_of.SYNC, "averaged moments"} & starting()
+    assert {rows_of.ONE, rows_of.NAIVE} <= starting()
+    assert rows_of.diloco(4, 50) in starting(waits=False), "a dry run lists it"
+    assert rows_of.diloco(4, 50) in starting(only=frozenset({"diloco"})), "no candidate starts"
+    tried[label] = outcome(b, 0.7)
+    assert {rows_of.diloco(4, 50), rows_of.SYNC} <= starting()
 
 
 def test_a_dry_run_lists_the_missing_cells_in_order_and_runs_none(b, tmp_path, capsys):
