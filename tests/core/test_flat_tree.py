@@ -460,6 +460,17 @@ def test_shard_ranges_tile_the_buffer_evenly(numel, size):
 
 
 @few
+@given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 300))
+def test_shard_ranges_of_whole_units_are_cut_at_multiples_of_them(numel, size, unit):
+    ranges = [shard_range(numel, rank, size, unit) for rank in range(size)]
+    assert [ranges[0][0], ranges[-1][1]] == [0, numel]
+    assert all(one[1] == two[0] for one, two in pairwise(ranges))
+    units = [math.ceil((stop - start) / unit) for start, stop in ranges]
+    assert max(units) - min(units) <= 1
+    assert all(start % unit == 0 or start == numel for start, _ in ranges)
+
+
+@few
 @given(SHAPES, st.integers(1, 9), st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
 def test_joined_shards_are_the_whole_for_any_number_of_them(shapes, size, dtypes):
     whole = Tree.of(tensors(shapes, dtypes))

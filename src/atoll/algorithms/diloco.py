@@ -37,7 +37,8 @@ class DiLoCoState:
     local: Tree | None = own()
     """This island's own weights, if it missed the last exchange: its next round starts from them."""
     unsent: Tree | None = own(donated=True, residual=True)
-    """The error buffer: what the codec has left out of this island's deltas so far."""
+    """The error buffer: what the codec has left out of this island's deltas so far, each times its weight. So an island owes the
+    mean the same, whatever the weight of its next delta."""
     tokens: int = own(0)
     """What this island has trained on since its last delta that was heard."""
     late: bool = own(False)
@@ -137,9 +138,11 @@ class DiLoCo:
         state = await peers.catch_up(state)
         origin = state.params if self.missed == "global" else last_agreed
         # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
-        delta = self._pruned(origin - replica.params(), state.unsent)
-
         weight = self._weight(state, work, tokens)
+        delta = prune(origin - replica.params(), self.pruned, self.pruning)
+        if state.unsent is not None and weight:
+            delta = delta.add_(state.unsent, self.feedback / weight)
+
         mean = await self._merge(delta, weight, peers, encoding_of(self.codec, work, peers))
         if not mean.late:
             await self._exchange_moments(replica, work, weight, peers)
@@ -150,11 +153,6 @@ class DiLoCo:
         params, outer = self.outer.update(state.params, mean.value, state.outer)
         unsent = state.unsent if mean.unsent is None else mean.unsent
         return DiLoCoState(params, outer, unsent=unsent if self.feedback else None)
-
-    def _pruned(self, delta: Tree, unsent: Tree | None) -> Tree:
-        """The pruned delta and the error buffer."""
-        delta = prune(delta, self.pruned, self.pruning)
-        return delta if unsent is None else delta.add_(unsent, self.feedback)
 
     async def _merge(self, delta: Tree, weight: float, peers: Peers, encoding: Encoding | None) -> Mean:
         if self.merge == "mean":

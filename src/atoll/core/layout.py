@@ -150,13 +150,18 @@ def viewed(piece: Piece, flat: Tensor) -> Tensor:
     return flat.view(piece.shape) if piece.whole else flat
 
 
-def shard_range(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """Where rank's shard begins and ends. Shards differ by at most one element, and nothing is padded.
+def shard_range(numel: int, rank: int, size: int, unit: int = 1) -> tuple[int, int]:
+    """Where rank's shard begins and ends. Shards differ by at most one unit of elements, and nothing is padded. Only the last unit
+    may be shorter.
 
     >>> [shard_range(10, rank, 4) for rank in range(4)]
     [(0, 2), (2, 5), (5, 7), (7, 10)]
+    >>> [shard_range(1000, rank, 2, unit=256) for rank in range(2)]
+    [(0, 512), (512, 1000)]
     """
-    return numel * rank // size, numel * (rank + 1) // size
+    units = -(-numel // unit)
+    start, stop = (units * each // size * unit for each in (rank, rank + 1))
+    return min(start, numel), min(stop, numel)
 
 
 def difference(one: Layout, two: Layout) -> str:

@@ -11,14 +11,12 @@ import math
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
-import torch
-
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite, products
-from atoll.core.layout import shard_range
 from atoll.core.nested_trees import memory_of
 from atoll.core.protocols import Encoding, Mean, Scattered
+from atoll.engines.chunk_arithmetic import encoded_mean
 from atoll.engines.simulator.member_work import MemberWork
 from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.runs.cluster import CONTROL_BYTES, CollectiveCost, all_gather_cost, all_reduce_cost, reduce_scatter_cost
@@ -293,27 +291,3 @@ def _joined(shards: Sequence[Tree], results: list[Tree]) -> Tree:
 
 def weighted_mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
     return ordered_sum(trees, weights).div_(sum(weights))
-
-
-def encoded_mean(trees: Sequence[Tree], weights: Sequence[float], encodings: Sequence[Encoding]) -> tuple[Tree, list[Tree | None]]:
-    """The mean of encoded trees, with the bits of `GroupCollectives.encoded_mean`, and what each tree's encoding left out: None for
-    a tree of weight 0, which is not in the mean. The weights have a sum above 0."""
-    total, size, numel = sum(weights), len(trees), trees[0].numel
-    ranges = [(0, numel)] if encodings[0].codec.gathers else [shard_range(numel, rank, size) for rank in range(size)]
-    unsent, read = [tree.copy(torch.float32) for tree in trees], []
-    for tree, (codec, seed) in zip(unsent, encodings, strict=True):
-        seen = tree.zeros()
-        for start, stop in ranges:
-            data = codec.encode(tree.flat[start:stop], seed + start)
-            codec.decode(data, stop - start, out=seen.flat[start:stop])
-        read.append(seen)
-        tree.add_(seen, -1)
-    mean = weighted_mean(read, weights)
-    for (start, stop), (codec, seed), weight, tree in zip(ranges, encodings, weights, unsent, strict=False):
-        if not codec.gathers:
-            part = mean.flat[start:stop]
-            data, error = codec.encode(part, seed + numel + start), part.clone()
-            codec.decode(data, stop - start, out=part)
-            if weight:
-                tree.flat[start:stop].add_(error.sub_(part), alpha=total / weight)
-    return mean, [tree if weight else None for tree, weight in zip(unsent, weights, strict=True)]
