@@ -137,11 +137,9 @@ class DiLoCo:
         last_agreed = state.params
         state = await peers.catch_up(state)
         origin = state.params if self.missed == "global" else last_agreed
-        # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
         weight = self._weight(state, work, tokens)
-        delta = prune(origin - replica.params(), self.pruned, self.pruning)
-        if state.unsent is not None and weight:
-            delta = delta.add_(state.unsent, self.feedback / weight)
+        # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
+        delta = self._pruned(origin - replica.params(), state.unsent, weight)
 
         mean = await self._merge(delta, weight, peers, encoding_of(self.codec, work, peers))
         if not mean.late:
@@ -153,6 +151,11 @@ class DiLoCo:
         params, outer = self.outer.update(state.params, mean.value, state.outer)
         unsent = state.unsent if mean.unsent is None else mean.unsent
         return DiLoCoState(params, outer, unsent=unsent if self.feedback else None)
+
+    def _pruned(self, delta: Tree, unsent: Tree | None, weight: float) -> Tree:
+        """The pruned delta and, at its weight, the error buffer."""
+        delta = prune(delta, self.pruned, self.pruning)
+        return delta if unsent is None or weight == 0 else delta.add_(unsent, self.feedback / weight)
 
     async def _merge(self, delta: Tree, weight: float, peers: Peers, encoding: Encoding | None) -> Mean:
         if self.merge == "mean":
