@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite, products
+from atoll.core.layout import Layout, shard_range
 from atoll.core.nested_trees import memory_of
 from atoll.core.protocols import Encoding, Mean, Scattered
 from atoll.engines.chunk_arithmetic import encoded_mean
@@ -227,13 +229,23 @@ class SimCollectives:
         links, item_bytes = [self._links[c.rank] for c in heard], heard[0].tree.flat.element_size()
         if what == "mean":
             codec = heard[0].encoding.codec if heard[0].encoding is not None else None
-            return all_reduce_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links, self._topology, codec)
+            whole = all_reduce_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links, self._topology, codec)
+            if (cuts := self._cuts(heard[0].tree)) is None:
+                return whole
+            each = [all_reduce_cost(stop - start, item_bytes, links, self._topology, codec).sent_bytes for start, stop in cuts]
+            return whole._replace(sent_bytes=[sum(sent) for sent in zip(*each, strict=True)])
         if what == "total":  # a few bytes, which count as control bytes
             cost = all_reduce_cost(len(heard), CONTROL_BYTES, links, self._topology)
             return CollectiveCost(cost.seconds, [0] * len(heard))
         if what == "reduce_scatter":
             return reduce_scatter_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links)
         return all_gather_cost(sum(c.tree.numel for c in heard), item_bytes, links)
+
+    def _cuts(self, tree: Tree) -> list[tuple[int, int]] | None:
+        """Where the part of each device begins and ends in a tree that islands of several devices exchange. None: it is whole."""
+        if self.inside is not None or self.work.devices == 1:
+            return None
+        return device_cuts(self.work.layout, tree.layout, self.work.devices)
 
     def _results(
         self, what: str, arrived: Sequence[Contribution], heard: Sequence[Contribution], weight: float, *, wide: bool
@@ -246,7 +258,7 @@ class SimCollectives:
             if not weight > 0:
                 value = arrived[0].tree.zeros()
             elif encodings:
-                value, errors = encoded_mean(trees, [c.weight for c in heard], encodings)
+                value, errors = encoded_mean(trees, [c.weight for c in heard], encodings, self._cuts(trees[0]))
                 unsent = {c.rank: error for c, error in zip(heard, errors, strict=True)}
             else:
                 value = weighted_mean(trees, [c.weight for c in heard])
@@ -262,6 +274,20 @@ class SimCollectives:
         whole = ordered_sum([tree.wide() if wide else tree for tree in trees], [1.0] * len(trees))
         self.results.append(whole)
         return {c.rank: Scattered(whole.shard(c.rank, len(arrived)), weight, finite) for c in arrived}
+
+
+def device_cuts(whole: Layout, part: Layout, devices: int) -> list[tuple[int, int]]:
+    """Each device of an island holds and exchanges a slice of the whole weights. Where the slices lie in a part of these.
+
+    >>> import torch
+    >>> whole = Layout.of({"w": torch.zeros(10)})
+    >>> device_cuts(whole, whole, 2), device_cuts(whole, whole.slice(3, 9), 2)
+    ([(0, 5), (5, 10)], [(0, 2), (2, 6)])
+    """
+    slices = [shard_range(whole.numel, device, devices) for device in range(devices)]
+    ranges = whole.ranges(part)
+    held = [sum(max(0, min(stop, last) - max(start, first)) for start, stop in ranges) for first, last in slices]
+    return [*pairwise(accumulate(held, initial=0))]
 
 
 def ordered_sum(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
