@@ -117,7 +117,7 @@ def test_events_of_both_levels_are_the_simulators_except_for_their_times(four, i
     ids=str,
 )
 def test_devices_exchange_their_slices_in_a_codec_and_in_fragments_with_the_simulators_bits(four, outer):
-    """Neither a device's slice nor its fragments are whole blocks; all are whole SIMD vectors, whose ends torch rounds otherwise."""
+    """Neither a device's slice nor its fragments are whole blocks. All are whole SIMD vectors: torch rounds differently at ends."""
     workload = Regression(RegressionBatches(dimensions=20543))
     expected = simulate(outer, steps=16, cluster=Cluster(islands=2, devices_per_island=2), workload=workload, inside=INSIDE[1])
     together = four.run(run_and_count, outer, workload, 16, INSIDE[1], 2)
