@@ -14,7 +14,8 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import CaughtUp, Compared, Exchanged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Encoding, Work
-from atoll.engines.simulator.collectives import encoded_mean, weighted_mean
+from atoll.engines.chunk_arithmetic import encoded_mean
+from atoll.engines.simulator.collectives import weighted_mean
 from atoll.optim.adam import AdamW
 from atoll.optim.codecs import CODECS
 from atoll.optim.sgd import SGD, Nesterov
@@ -342,23 +343,23 @@ def whole_numbers(seed, count=600):
 
 
 @pytest.mark.parametrize("codec", [name for name in CODECS if name != "fp32"])
-def test_what_islands_agreed_on_and_the_mean_of_their_error_buffers_is_all_that_they_moved(codec):
-    """To the bit, since shares of the weight are powers of two and deltas whole numbers: nothing is lost, also not in the second
-    encoding by the owner of a slice."""
-    weights = [1.0, 2.0, 1.0]
-    errors = [whole_numbers(0).zeros() for _ in weights]
+def test_what_islands_agreed_on_and_what_is_in_their_error_buffers_is_all_that_they_moved(codec):
+    """To the bit, since weights are powers of two and deltas whole numbers: nothing is lost, also not in the second encoding by the
+    owner of a slice, and nothing is amplified where an island's weight differs from round to round."""
+    errors = [whole_numbers(0).zeros() for _ in range(3)]
     agreed, wanted = errors[0].zeros(), errors[0].zeros()
     for round_ in range(6):
+        weights = [2.0 if rank == round_ % 3 else 1.0 for rank in range(3)]
         deltas = [whole_numbers(100 * round_ + seed) for seed in range(3)]
         wanted.add_(weighted_mean(deltas, weights))
         encodings = [Encoding(CODECS[codec], 10 * round_ + rank) for rank in range(3)]
-        sums = [delta + error for delta, error in zip(deltas, errors, strict=True)]
+        sums = [delta + error / weight for delta, error, weight in zip(deltas, errors, weights, strict=True)]
         mean, errors = encoded_mean(sums, weights, encodings)
         agreed.add_(mean)
-        assert (agreed + weighted_mean(errors, weights)).equal(wanted)
+        assert (agreed + (errors[0] + errors[1] + errors[2]) / 4).equal(wanted)
 
 
-def test_the_owner_of_a_slice_adds_the_error_of_the_means_encoding_divided_by_its_share_of_the_weight():
+def test_the_owner_of_a_slice_adds_the_error_of_the_means_encoding_times_the_weights_of_all():
     """By hand: of two islands each has half the weight, and owns one block of int4."""
     codec, deltas, slices = CODECS["int4"], [whole_numbers(seed, 512) for seed in range(2)], (slice(0, 256), slice(256, 512))
     mean, errors = encoded_mean(deltas, [1.0, 1.0], [Encoding(codec, 0)] * 2)
@@ -424,6 +425,15 @@ def test_feedback_decides_how_much_is_sent_later():
         state = one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=ones(), state=given)
         assert torch.equal(peers.sent[0]["w"], torch.full((3,), sent))
         assert (state.unsent is None) == (feedback == 0)
+
+
+def test_what_an_island_owes_is_divided_by_the_weight_of_its_next_delta():
+    """The error buffer holds what was left out times the weight that it had: a delta of few tokens must not be owed at many."""
+    given = DiLoCoState(ones(), SGD(lr=1.0).init(ones()), unsent=ones(2.0))
+    peers, algorithm = ScriptedPeers(), DiLoCo(inner_steps=8, codec="bf16", weighting="tokens", outer=SGD(lr=1.0))
+    one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=ones(), state=given)
+    assert peers.weights == [8.0]
+    assert torch.equal(peers.sent[0]["w"], torch.full((3,), 8.25)), "8 steps, and 2 tokens' worth on 8 tokens"
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ def test_an_island_whose_delta_was_dropped_keeps_its_error_buffer():
     late = DiLoCoState(ones(1.0), SGD(lr=1.0).init(ones()), unsent=ones(0.25), late=True)
     peers = ScriptedPeers(ones(3.0), newest={"params": ones(-9.0)})
     state = one_round(algorithm, FakeReplica(), peers, params=ones(), state=late)
-    assert torch.equal(peers.sent[0]["w"], torch.full((3,), -10 + 0.25))
+    assert torch.equal(peers.sent[0]["w"], torch.full((3,), -10.0))
+    assert peers.weights == [0.0], "so it pays back nothing of what it owes"
     assert torch.equal(state.unsent["w"], torch.full((3,), 0.25))
     assert not state.late
 

@@ -460,6 +460,26 @@ def test_shard_ranges_tile_the_buffer_evenly(numel, size):
 
 
 @few
+@given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 300))
+def test_shard_ranges_of_whole_units_are_cut_at_multiples_of_them(numel, size, unit):
+    ranges = [shard_range(numel, rank, size, unit) for rank in range(size)]
+    assert [ranges[0][0], ranges[-1][1]] == [0, numel]
+    assert all(one[1] == two[0] for one, two in pairwise(ranges))
+    units = [math.ceil((stop - start) / unit) for start, stop in ranges]
+    assert max(units) - min(units) <= 1
+    assert all(start % unit == 0 or start == numel for start, _ in ranges)
+
+
+def test_a_part_may_have_two_pieces_of_one_tensor():
+    """As a fragment of islands of several devices has, each of which cuts fragments within its slice."""
+    whole = Tree.of({"w": torch.arange(8.0)})
+    part = whole.select([(0, 2), (4, 6)])
+    assert part.slice(1, 3).flat.tolist() == [1.0, 4.0]
+    assert {name: view.tolist() for name, view in part.layout.views(part.flat).items()} == {"w": [0.0, 1.0], "w[4]": [4.0, 5.0]}
+    assert whole.zeros().paste_(part).flat.tolist() == [0.0, 1.0, 0.0, 0.0, 4.0, 5.0, 0.0, 0.0]
+
+
+@few
 @given(SHAPES, st.integers(1, 9), st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
 def test_joined_shards_are_the_whole_for_any_number_of_them(shapes, size, dtypes):
     whole = Tree.of(tensors(shapes, dtypes))

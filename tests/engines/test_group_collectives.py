@@ -14,8 +14,9 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
 from atoll.core.protocols import Encoding
+from atoll.engines.chunk_arithmetic import encoded_mean, encoded_slices
 from atoll.engines.group_collectives import GroupCollectives
-from atoll.engines.simulator.collectives import encoded_mean, ordered_sum
+from atoll.engines.simulator.collectives import ordered_sum
 from atoll.optim.codecs import CODECS, WINDOW
 from atoll.runs.cluster import CONTROL_BYTES, Link, all_reduce_cost
 from tests.process_pool import outcomes, sum_until_killed
@@ -89,6 +90,19 @@ def test_encoded_means_have_the_simulators_bits_and_the_formulas_bytes(four, nam
             else:
                 assert unsent[rank] is None
             assert sent_bytes == cost.sent_bytes[rank]
+        whole = CODECS[name].nbytes(numel)
+        times = size * (size - 1) if CODECS[name].gathers else 2 * (size - 1)
+        assert sum(sent_bytes for *_, sent_bytes in results) == times * whole, "no block is cut in two"
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name not in ("fp32", "bf16-stochastic")])
+def test_the_bits_of_an_encoded_mean_do_not_depend_on_where_slices_are_cut(name):
+    """Equal buffers have the mean of one of them at any number of ranks: no block is cut in two."""
+    buffer = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    alone, *means = (
+        encoded_mean([Tree.of({"w": buffer})] * size, [1.0] * size, [Encoding(CODECS[name], 0)] * size)[0] for size in (1, 2, 4, 8)
+    )
+    assert all(torch.equal(mean.flat, alone.flat) for mean in means)
 
 
 class WatchedCodec:
@@ -96,7 +110,7 @@ class WatchedCodec:
 
     def __init__(self, codec, on_encode):
         self._codec, self._on_encode = codec, on_encode
-        self.gathers, self.nbytes, self.decode = codec.gathers, codec.nbytes, codec.decode
+        self.unit, self.gathers, self.nbytes, self.decode = codec.unit, codec.gathers, codec.nbytes, codec.decode
 
     def encode(self, values, seed=0):
         self._on_encode(seed)
@@ -106,7 +120,7 @@ class WatchedCodec:
 def calls_of_an_encoded_mean(group, numel, name):
     """What an encoded mean does, in order, each with the payload that had been posted by then."""
     collectives, calls = GroupCollectives(group, timeout_s=60.0, chunk_bytes=1 << 18), []
-    own = shard_range(numel, collectives.rank, collectives.size)
+    own = encoded_slices(CODECS[name], numel, collectives.size)[collectives.rank]
 
     def on_encode(start):
         if start < numel:  # else it is a chunk of the mean

@@ -37,7 +37,8 @@ class DiLoCoState:
     local: Tree | None = own()
     """This island's own weights, if it missed the last exchange: its next round starts from them."""
     unsent: Tree | None = own(donated=True, residual=True)
-    """The error buffer: what the codec has left out of this island's deltas so far."""
+    """The error buffer: what the codec has left out of this island's deltas so far, each times its weight. So an island owes the
+    mean the same, whatever the weight of its next delta."""
     tokens: int = own(0)
     """What this island has trained on since its last delta that was heard."""
     late: bool = own(False)
@@ -136,10 +137,10 @@ class DiLoCo:
         last_agreed = state.params
         state = await peers.catch_up(state)
         origin = state.params if self.missed == "global" else last_agreed
-        # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
-        delta = self._pruned(origin - replica.params(), state.unsent)
-
         weight = self._weight(state, work, tokens)
+        # Old minus new, not new minus old: the outer rule subtracts its input, as it would a gradient.
+        delta = self._pruned(origin - replica.params(), state.unsent, weight)
+
         mean = await self._merge(delta, weight, peers, encoding_of(self.codec, work, peers))
         if not mean.late:
             await self._exchange_moments(replica, work, weight, peers)
@@ -151,10 +152,10 @@ class DiLoCo:
         unsent = state.unsent if mean.unsent is None else mean.unsent
         return DiLoCoState(params, outer, unsent=unsent if self.feedback else None)
 
-    def _pruned(self, delta: Tree, unsent: Tree | None) -> Tree:
-        """The pruned delta and the error buffer."""
+    def _pruned(self, delta: Tree, unsent: Tree | None, weight: float) -> Tree:
+        """The pruned delta and, at its weight, the error buffer."""
         delta = prune(delta, self.pruned, self.pruning)
-        return delta if unsent is None else delta.add_(unsent, self.feedback)
+        return delta if unsent is None or weight == 0 else delta.add_(unsent, self.feedback / weight)
 
     async def _merge(self, delta: Tree, weight: float, peers: Peers, encoding: Encoding | None) -> Mean:
         if self.merge == "mean":

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces of a buffer, one after the other."""
+    """The pieces of a buffer, one after the other. Of a whole each tensor is one piece; a part of it may have several of one
+    tensor, which `views` tells apart."""
 
     pieces: tuple[Piece, ...]
 
@@ -56,13 +58,14 @@ class Layout:
         return reduce(torch.promote_types, (piece.dtype for piece in self.pieces)) if self.pieces else torch.float32
 
     @cached_property
-    def offsets(self) -> dict[str, int]:
+    def starts(self) -> tuple[int, ...]:
         """Where each piece begins in the buffer."""
-        offsets, at = {}, 0
-        for piece in self.pieces:
-            offsets[piece.name] = at
-            at += piece.count
-        return offsets
+        return tuple(accumulate((piece.count for piece in self.pieces[:-1]), initial=0)) if self.pieces else ()
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """The same by name."""
+        return {piece.name: at for piece, at in zip(self.pieces, self.starts, strict=True)}
 
     @cached_property
     def index(self) -> dict[str, Piece]:
@@ -109,13 +112,17 @@ class Layout:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Each piece as a view of the buffer: in its shape if it is whole, else flat."""
-        return {p.name: viewed(p, flat[at : at + p.count]) for p, at in zip(self.pieces, self.offsets.values(), strict=True)}
+        views: dict[str, Tensor] = {}
+        for piece, at in zip(self.pieces, self.starts, strict=True):
+            name = f"{piece.name}[{piece.start}]" if piece.name in views else piece.name
+            views[name] = viewed(piece, flat[at : at + piece.count])
+        return views
 
 
 @lru_cache(maxsize=4096)
 def _slice(layout: Layout, start: int, stop: int) -> Layout:
     pieces = []
-    for piece, at in zip(layout.pieces, layout.offsets.values(), strict=True):
+    for piece, at in zip(layout.pieces, layout.starts, strict=True):
         first, last = max(start, at), min(stop, at + piece.count)
         empty_here = piece.count == 0 and (start <= at < stop or at == stop == layout.numel)
         if first < last or empty_here:
@@ -150,13 +157,18 @@ def viewed(piece: Piece, flat: Tensor) -> Tensor:
     return flat.view(piece.shape) if piece.whole else flat
 
 
-def shard_range(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """Where rank's shard begins and ends. Shards differ by at most one element, and nothing is padded.
+def shard_range(numel: int, rank: int, size: int, unit: int = 1) -> tuple[int, int]:
+    """Where rank's shard begins and ends. Shards differ by at most one unit of elements, and nothing is padded. Only the last unit
+    may be shorter.
 
     >>> [shard_range(10, rank, 4) for rank in range(4)]
     [(0, 2), (2, 5), (5, 7), (7, 10)]
+    >>> [shard_range(1000, rank, 2, unit=256) for rank in range(2)]
+    [(0, 512), (512, 1000)]
     """
-    return numel * rank // size, numel * (rank + 1) // size
+    units = -(-numel // unit)
+    start, stop = (units * each // size * unit for each in (rank, rank + 1))
+    return min(start, numel), min(stop, numel)
 
 
 def difference(one: Layout, two: Layout) -> str:

@@ -175,6 +175,8 @@ class HasMoments(Protocol, metaclass=SeesDelegated):
 class Codec(Protocol):
     """A short form of fp32 values, for an exchange. `atoll.optim.codecs` has them."""
 
+    unit: ClassVar[int]
+    """Values that are encoded together. What islands encode is cut at multiples of it, so that the bits are those of the whole."""
     gathers: ClassVar[bool]
     """Whether islands gather each other's encoded values instead of reducing them slice by slice."""
 
@@ -203,8 +205,8 @@ class Mean(NamedTuple):
     heard: bool  # whether this island took part; if not, the others continued without it, and it must not use `value`
     finite: bool = True  # whether every island's tree was
     unsent: Tree | None = None
-    """With an encoding: the residual, what the codec left out, for this island to add to its next tree. None if its tree is not in
-    the mean, and the residual of the tree before still to be added."""
+    """With an encoding: the residual, what the codec left out, times this island's weight. The island adds it to its next tree,
+    divided by that tree's weight. None if its tree is not in the mean, and the residual of the tree before still to be added."""
     late: bool = False  # whether a quorum ended the exchange before this island came; then no other exchange of the round is its
 
 
@@ -247,7 +249,7 @@ class Peers(Protocol):
 
         With an encoding, trees travel encoded. The owner of a slice decodes every island's, its own too, adds them in rank order,
         and encodes the result once, so all islands read the same bits. The owner's `unsent` has the error of this second encoding,
-        divided by its share of the weight.
+        times the weights of all.
         """
 
     async def reduce_scatter(

@@ -1,18 +1,29 @@
-"""What a rank computes with the chunks of an exchange: weighted sums, inner products, and the mean of encoded buffers."""
+"""What a rank computes with the chunks of an exchange: weighted sums, inner products, and the mean of encoded buffers.
+
+Processes exchange what an `EncodedPart` encodes, and the simulator calls the same methods: their bits and bytes are the same.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from atoll.core.protocols import Encoding
+from atoll.core.flat_tree import Tree, empty
+from atoll.core.layout import shard_range
+from atoll.core.protocols import Codec, Encoding
 
 
 def nothing(*_: object) -> None:
     """A hook that does nothing."""
+
+
+def encoded_slices(codec: Codec, numel: int, size: int) -> list[tuple[int, int]]:
+    """The slice of so many encoded values that each rank owns. A slice is cut at whole units, so that its bits are those of the
+    whole. Values that are gathered have no slices."""
+    return [(0, numel) if codec.gathers else shard_range(numel, rank, size, codec.unit) for rank in range(size)]
 
 
 class EncodedPart:
@@ -25,10 +36,10 @@ class EncodedPart:
         mean: Tensor,
         weights: Sequence[float],
         encoding: Encoding,
-        inner_products: Tensor | None,
+        inner_products: Tensor | None = None,
     ) -> None:
-        self._rank, self._flat, self.mean, self._weights = rank, flat, mean, weights
-        self._total, self._share = float(sum(weights)), weights[rank]
+        self._flat, self.mean, self._weights = flat, mean, weights
+        self._total, self._weight = float(sum(weights)), weights[rank]
         self._codec, self._seed = encoding
         self._inner_products = inner_products
 
@@ -37,39 +48,69 @@ class EncodedPart:
         return torch.empty(self._codec.nbytes(span[1] - span[0]), dtype=torch.uint8, device=self._flat.device)
 
     def encode(self, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """The bytes of a chunk of this rank's buffer, and the values that they stand for. What they leave out stays in the buffer,
-        if that is in the mean."""
+        """The bytes of a chunk of this rank's buffer, and the values that they stand for. What they leave out, times the weight,
+        stays in the buffer, if that is in the mean."""
         start, stop = span
         values = self._flat[start:stop]
         data = self._codec.encode(values, self._seed + start)
         seen = self._codec.decode(data, stop - start)
-        if self._share:
+        if self._weight:
             values -= seen
+            if self._weight != 1.0:
+                values *= self._weight
         return data, seen
 
-    def add(self, own: Tensor, received: Mapping[int, Tensor], span: tuple[int, int]) -> None:
-        """The weighted mean of the chunks that all ranks' bytes stand for."""
+    def decode(self, data: Tensor, span: tuple[int, int]) -> Tensor:
+        """The values of another rank's chunk."""
+        return self._codec.decode(data, span[1] - span[0])
+
+    def add(self, terms: Sequence[Tensor], span: tuple[int, int]) -> None:
+        """The weighted mean of the chunks that all ranks' bytes stand for. The terms are overwritten."""
         start, stop = span
-        terms = [
-            own if rank == self._rank else self._codec.decode(received[rank], stop - start) for rank in range(len(self._weights))
-        ]
         if self._inner_products is not None:
             add_inner_products(terms, self._inner_products)
         weighted_sum(terms, self._weights, self.mean[start:stop])
         self.mean[start:stop] /= self._total
 
     def encode_mean(self, span: tuple[int, int]) -> Tensor:
-        """The bytes of a chunk of the mean, which all ranks read. The owner feeds their error back with its next buffer."""
+        """The bytes of a chunk of the mean, which all ranks read. Their error stays in the owner's buffer, times the weights of
+        all."""
         start, stop = span
         part = self.mean[start:stop]
         data, error = self._codec.encode(part, self._seed + self._flat.numel() + start), part.clone()
         self._codec.decode(data, stop - start, out=part)
-        if self._share:
-            self._flat[start:stop].add_(error.sub_(part), alpha=self._total / self._share)
+        if self._weight:
+            self._flat[start:stop].add_(error.sub_(part).mul_(self._total))  # two roundings: see `weighted_sum`
         return data
 
     def read_mean(self, data: Tensor, span: tuple[int, int]) -> None:
         self._codec.decode(data, span[1] - span[0], out=self.mean[slice(*span)])
+
+
+def encoded_mean(
+    trees: Sequence[Tree],
+    weights: Sequence[float],
+    encodings: Sequence[Encoding],
+    cuts: Sequence[tuple[int, int]] | None = None,
+) -> tuple[Tree, list[Tree | None]]:
+    """The mean of encoded trees, as `GroupCollectives.encoded_mean` makes it of the ranks' buffers, and what each tree's encoding
+    left out: None for a tree of weight 0, which is not in the mean. The weights have a sum above 0. `cuts` are the ranges that
+    travel separately, each from a device of its own."""
+    first, size = trees[0], len(trees)
+    mean = empty(first.numel, torch.float32, first.flat.device)
+    unsent = [tree.copy(torch.float32) for tree in trees]
+    for start, stop in cuts or [(0, first.numel)]:
+        parts = [
+            EncodedPart(rank, tree.flat[start:stop], mean[start:stop], weights, encoding)
+            for rank, (tree, encoding) in enumerate(zip(unsent, encodings, strict=True))
+        ]
+        codec = encodings[0].codec
+        slices = encoded_slices(codec, stop - start, size)
+        for owner, span in enumerate(slices[:1] if codec.gathers else slices):
+            parts[owner].add([part.encode(span)[1] for part in parts], span)
+            if not codec.gathers:
+                parts[owner].encode_mean(span)
+    return Tree(first.layout, mean), [tree if weight else None for tree, weight in zip(unsent, weights, strict=True)]
 
 
 def add_inner_products(terms: Sequence[Tensor], inner_products: Tensor) -> None:

@@ -23,7 +23,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
 from atoll.core.protocols import Encoding
-from atoll.engines.chunk_arithmetic import EncodedPart, add_inner_products, nothing, weighted_sum
+from atoll.engines.chunk_arithmetic import EncodedPart, add_inner_products, encoded_slices, nothing, weighted_sum
 from atoll.engines.liveness import FailureAttribution
 from atoll.engines.point_to_point import BatchTransport, Group, PeerUnreachable, transport_for
 from atoll.optim.codecs import WINDOW
@@ -201,8 +201,8 @@ class GroupCollectives:
         on_received: Callable[[int, Tensor], object] = nothing,
     ) -> Tensor:
         """The weighted mean of all ranks' fp32 buffers, which travel encoded. `flat` then holds what the encoding left out of this
-        rank's buffer. The weights have a sum above 0. `on_sent` and `on_received` are shown each encoded chunk, with the rank that
-        it goes to or comes from.
+        rank's buffer, times its weight. The weights have a sum above 0. `on_sent` and `on_received` are shown each encoded chunk,
+        with the rank that it goes to or comes from.
 
         A rank encodes its own chunk while others' chunks travel, and sends a finished chunk of the mean at once. All ranks post in
         the same order, and wait for a message only after they have posted it, so none waits for a message that another rank holds
@@ -210,8 +210,7 @@ class GroupCollectives:
         """
         part = EncodedPart(self.rank, flat, torch.empty_like(flat), weights, encoding, inner_products)
         gathers, others = encoding.codec.gathers, self._others()
-        slices = [(0, flat.numel()) if gathers else shard_range(flat.numel(), rank, self.size) for rank in range(self.size)]
-        chunks = [self._encoded_chunks(*whole) for whole in slices]
+        chunks = [self._encoded_chunks(*whole) for whole in encoded_slices(encoding.codec, flat.numel(), self.size)]
 
         def spans(number: int) -> dict[int, tuple[int, int]]:
             return {rank: chunks[rank][number] for rank in range(self.size) if number < len(chunks[rank])}
@@ -240,7 +239,8 @@ class GroupCollectives:
             for rank, data in received.items():
                 on_received(rank, data)
             if seen is not None:
-                part.add(seen[1], received, spans(number)[self.rank])
+                span = spans(number)[self.rank]
+                part.add([seen[1] if rank == self.rank else part.decode(received[rank], span) for rank in range(self.size)], span)
             return None if gathers else gather(spans(number))
 
         def gather(spans: Mapping[int, tuple[int, int]]) -> Callable[[], None]:

@@ -17,7 +17,8 @@ the device, but for the last bit of the means of int2 and topk. Scales are bf16,
 vanish in fp16.
 
 A codec loses a part of the values. An algorithm that keeps this part and adds it to the next values sends all of it in the end
-(error feedback): see `unsent`. A codec turns NaN and infinity into numbers, so the caller looks for them first.
+(error feedback). A NaN or an infinity leaves no number in its block (of top-k: among the values kept of its chunk; of bf16: in its
+place), so what is decoded is not finite either. A caller that wants to keep the other values looks for them first.
 
 >>> values = torch.linspace(-1, 1, 256)
 >>> [Int(bits=bits).nbytes(256) for bits in (8, 4)], TopK().nbytes(4096)
@@ -137,11 +138,14 @@ class BFloat16(_WindowedCodec):
             out.view(torch.bfloat16).copy_(values)
             return
         noise = _random_bits(seed, values.numel(), values.device).view(values.shape)
-        noise += values.view(torch.int32)  # of a finite value: its exponent may grow, its sign stays
-        out.view(torch.int16).copy_(noise >> 16)
+        noise += values.view(torch.int32)  # the exponent may grow, the sign stays; but a NaN of all ones, as of CUDA, would be -0
+        out.view(torch.int16).copy_((noise >> 16).masked_fill_(values.isnan(), _NAN))
 
     def _decode(self, data: Tensor, out: Tensor) -> None:
         out.copy_(data.view(torch.bfloat16)[..., None])
+
+
+_NAN = 0x7FC0  # in bf16
 
 
 def _random_bits(counter: int, count: int, device: torch.device) -> Tensor:

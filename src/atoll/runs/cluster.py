@@ -380,7 +380,7 @@ def all_gather_cost(numel: int, item_bytes: int, links: Sequence[Link], codec: C
 
 
 def _shard_bytes(numel: int, item_bytes: int, size: int, codec: Codec | None) -> list[int]:
-    ranges = (shard_range(numel, rank, size) for rank in range(size))
+    ranges = (shard_range(numel, rank, size, 1 if codec is None else codec.unit) for rank in range(size))
     return [_wire_bytes(stop - start, item_bytes, codec) for start, stop in ranges]
 
 

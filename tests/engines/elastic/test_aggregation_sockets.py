@@ -11,11 +11,11 @@ from torch._C._distributed_c10d import HashStore
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Encoding
+from atoll.engines.chunk_arithmetic import encoded_mean
 from atoll.engines.elastic.aggregation import IslandReport, Proposal, UpdateValidator, ValidatedMean
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.round_record import WallClock
-from atoll.engines.simulator.collectives import encoded_mean
 from atoll.engines.socket_transport import SocketGroup
 from atoll.optim.codecs import CODECS
 

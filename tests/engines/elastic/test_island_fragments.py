@@ -97,12 +97,16 @@ def test_without_failures_weights_equal_the_simulators(tmp_path, threaded, toy, 
 def test_an_island_that_dies_after_any_fragment_returns_and_every_batch_is_in_exactly_one_commit(
     threaded, toy, algorithm, dies_after
 ):
-    live = threaded(of(toy, 2, algorithm, "train.steps=24"), Elastic(processes=2))
+    live, begun = threaded(of(toy, 2, algorithm, "train.steps=24"), Elastic(processes=2)), []
+    record_rounds(live, "island-0001", begun)
     first, (second,) = live.start("island-0000"), live.start("island-0001", dies_after=dies_after)
     live.wait_until(f"committed round {dies_after + 2} ")
     second.join(60.0)
+    died = len(begun)
     live.waits["island-0000", dies_after + 4] = "island-0001 begins with round"
     live.finish([*first, *live.start("island-0001")])
+    assert not any(begun[died].unsent), "its error buffers are lost"
+    assert all(begun[-1].unsent)
     assert [event.island for event in live.events(IslandJoined)] == [0, 1, 1]
     assert not exactly_once_violations(live.events(Leased))
     assert batches_of(live) == 2 * 24

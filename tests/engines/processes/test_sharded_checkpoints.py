@@ -16,6 +16,7 @@ import torch
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.zero import FSDP, ZeRO1
 from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed
 from atoll.core.events import LimitSet
@@ -38,6 +39,8 @@ ALGORITHMS = {
     "ACCO": (ACCO(optimizer=RULE, pieces_per_half=2), None),
     "two-DDP": (DiLoCo(inner_steps=2), DDP(optimizer=RULE)),
     "two-ACCO": (DiLoCo(inner_steps=2), ACCO(optimizer=RULE)),
+    "codec": (DiLoCo(inner_steps=2, codec="int4"), None),
+    "two-codec": (Streaming(inner_steps=4, fragments=2, overlap=3, codec="topk", feedback=0.5), DDP(optimizer=RULE)),
     "two-FSDP": (DiLoCo(inner_steps=2), FSDP(optimizer=RULE)),
 }
 IN_FRESH_PROCESSES = "two-FSDP"
@@ -154,6 +157,15 @@ def test_a_half_of_a_batch_that_waits_is_saved(four, tmp_path):
         own = outcome.parts[f"own-{rank}"]
         assert own["state"]["first"].weight == 2
         assert own["pending_tokens"] == own["state"]["first"].tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["codec", "two-codec"])
+def test_what_a_codec_left_out_is_saved(four, tmp_path, kind):
+    stopped = four.run(taking_part, tmp_path, kind, STOP)
+    for rank, outcome in enumerate(stopped):
+        unsent = [*trees(outcome.parts[f"own-{rank}"]["state"]["unsent"])]
+        assert len(unsent) == (2 if kind == "two-codec" else 1)
+        assert all(tree.flat.any() for tree in unsent)
 
 
 # -------------------------------------------------------------------------------------------------------- another number

@@ -254,7 +254,7 @@ class ValidatedMean:
             texts = collectives.all_gather_text(replace(proposal.report, now_s=self._clock.now_s()).to_text())
         except (ValueError, OverflowError, RuntimeError) as error:  # no text, or of no possible length
             raise Disagreement(f"an island's report was damaged on the way: {error}") from error
-        slice_sums = slice_sums or _slice_sums(value, collectives.size, range(collectives.size))
+        slice_sums = slice_sums or _slice_sums(value, collectives.size, range(collectives.size), proposal.encoding)
         parts = zip(slice_sums, states, rows or [()] * collectives.size, texts, strict=True)
         sums = [combine_checksums([total], f"{[*state]}{[*row]}{text}") for total, state, row, text in parts]
         reports, malformed = _read_reports(collectives.names, texts, proposal.report.record)
@@ -332,9 +332,10 @@ def _check_received(
         raise Disagreement(f"the delta of {', '.join(damaged)} does not match its checksum: it was damaged on the way", damaged)
 
 
-def _slice_sums(tree: Tree, size: int, ranks: Sequence[int]) -> list[int]:
-    """The checksums of these ranks' slices."""
-    return [checksum(tree.flat[slice(*shard_range(tree.numel, rank, size))]) for rank in ranks]
+def _slice_sums(tree: Tree, size: int, ranks: Sequence[int], encoding: Encoding | None = None) -> list[int]:
+    """The checksums of these ranks' slices. Values that are gathered have no owner, and any slices will do."""
+    unit = 1 if encoding is None else encoding.codec.unit
+    return [checksum(tree.flat[slice(*shard_range(tree.numel, rank, size, unit))]) for rank in ranks]
 
 
 def _summary(row: Sequence[float]) -> DeltaSummary:

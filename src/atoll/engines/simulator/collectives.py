@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
-
-import torch
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite, products
-from atoll.core.layout import shard_range
+from atoll.core.layout import Layout, shard_range
 from atoll.core.nested_trees import memory_of
 from atoll.core.protocols import Encoding, Mean, Scattered
+from atoll.engines.chunk_arithmetic import encoded_mean
 from atoll.engines.simulator.member_work import MemberWork
 from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.runs.cluster import CONTROL_BYTES, CollectiveCost, all_gather_cost, all_reduce_cost, reduce_scatter_cost
@@ -229,13 +229,23 @@ class SimCollectives:
         links, item_bytes = [self._links[c.rank] for c in heard], heard[0].tree.flat.element_size()
         if what == "mean":
             codec = heard[0].encoding.codec if heard[0].encoding is not None else None
-            return all_reduce_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links, self._topology, codec)
+            whole = all_reduce_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links, self._topology, codec)
+            if (cuts := self._cuts(heard[0].tree)) is None:
+                return whole
+            each = [all_reduce_cost(stop - start, item_bytes, links, self._topology, codec).sent_bytes for start, stop in cuts]
+            return whole._replace(sent_bytes=[sum(sent) for sent in zip(*each, strict=True)])
         if what == "total":  # a few bytes, which count as control bytes
             cost = all_reduce_cost(len(heard), CONTROL_BYTES, links, self._topology)
             return CollectiveCost(cost.seconds, [0] * len(heard))
         if what == "reduce_scatter":
             return reduce_scatter_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links)
         return all_gather_cost(sum(c.tree.numel for c in heard), item_bytes, links)
+
+    def _cuts(self, tree: Tree) -> list[tuple[int, int]] | None:
+        """Where the part of each device begins and ends in a tree that islands of several devices exchange. None: it is whole."""
+        if self.inside is not None or self.work.devices == 1:
+            return None
+        return device_cuts(self.work.layout, tree.layout, self.work.devices)
 
     def _results(
         self, what: str, arrived: Sequence[Contribution], heard: Sequence[Contribution], weight: float, *, wide: bool
@@ -248,7 +258,7 @@ class SimCollectives:
             if not weight > 0:
                 value = arrived[0].tree.zeros()
             elif encodings:
-                value, errors = encoded_mean(trees, [c.weight for c in heard], encodings)
+                value, errors = encoded_mean(trees, [c.weight for c in heard], encodings, self._cuts(trees[0]))
                 unsent = {c.rank: error for c, error in zip(heard, errors, strict=True)}
             else:
                 value = weighted_mean(trees, [c.weight for c in heard])
@@ -264,6 +274,20 @@ class SimCollectives:
         whole = ordered_sum([tree.wide() if wide else tree for tree in trees], [1.0] * len(trees))
         self.results.append(whole)
         return {c.rank: Scattered(whole.shard(c.rank, len(arrived)), weight, finite) for c in arrived}
+
+
+def device_cuts(whole: Layout, part: Layout, devices: int) -> list[tuple[int, int]]:
+    """Each device of an island holds and exchanges a slice of the whole weights. Where the slices lie in a part of these.
+
+    >>> import torch
+    >>> whole = Layout.of({"w": torch.zeros(10)})
+    >>> device_cuts(whole, whole, 2), device_cuts(whole, whole.slice(3, 9), 2)
+    ([(0, 5), (5, 10)], [(0, 2), (2, 6)])
+    """
+    slices = [shard_range(whole.numel, device, devices) for device in range(devices)]
+    ranges = whole.ranges(part)
+    held = [sum(max(0, min(stop, last) - max(start, first)) for start, stop in ranges) for first, last in slices]
+    return [*pairwise(accumulate(held, initial=0))]
 
 
 def ordered_sum(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
@@ -293,27 +317,3 @@ def _joined(shards: Sequence[Tree], results: list[Tree]) -> Tree:
 
 def weighted_mean(trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
     return ordered_sum(trees, weights).div_(sum(weights))
-
-
-def encoded_mean(trees: Sequence[Tree], weights: Sequence[float], encodings: Sequence[Encoding]) -> tuple[Tree, list[Tree | None]]:
-    """The mean of encoded trees, with the bits of `GroupCollectives.encoded_mean`, and what each tree's encoding left out: None for
-    a tree of weight 0, which is not in the mean. The weights have a sum above 0."""
-    total, size, numel = sum(weights), len(trees), trees[0].numel
-    ranges = [(0, numel)] if encodings[0].codec.gathers else [shard_range(numel, rank, size) for rank in range(size)]
-    unsent, read = [tree.copy(torch.float32) for tree in trees], []
-    for tree, (codec, seed) in zip(unsent, encodings, strict=True):
-        seen = tree.zeros()
-        for start, stop in ranges:
-            data = codec.encode(tree.flat[start:stop], seed + start)
-            codec.decode(data, stop - start, out=seen.flat[start:stop])
-        read.append(seen)
-        tree.add_(seen, -1)
-    mean = weighted_mean(read, weights)
-    for (start, stop), (codec, seed), weight, tree in zip(ranges, encodings, weights, unsent, strict=False):
-        if not codec.gathers:
-            part = mean.flat[start:stop]
-            data, error = codec.encode(part, seed + numel + start), part.clone()
-            codec.decode(data, stop - start, out=part)
-            if weight:
-                tree.flat[start:stop].add_(error.sub_(part), alpha=total / weight)
-    return mean, [tree if weight else None for tree, weight in zip(unsent, weights, strict=True)]

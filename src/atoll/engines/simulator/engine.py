@@ -24,7 +24,7 @@ from atoll.core.shared_results import sharing
 from atoll.engines.accounting import diverged_weights
 from atoll.engines.shared_and_sharded_state import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
 from atoll.engines.simulator.collectives import RoundAborted, RoundQuorum, SimCollectives
-from atoll.engines.simulator.intra_island import check_held_weights, held_weights, load_held_weights
+from atoll.engines.simulator.intra_island import check_held_weights, held_weights, in_slices, load_held_weights
 from atoll.engines.simulator.member_work import MemberWork, SimSetup
 from atoll.engines.simulator.membership import ClusterState, IslandState
 from atoll.engines.simulator.memory_counter import MemoryCounter, is_counted
@@ -120,6 +120,7 @@ class SimEngine(BaseSimEngine):
             check_exchange_dtype(one, setup.params.layout)
         if inside is not None:
             check_two_level(algorithm, inside)
+            algorithm = in_slices(algorithm, cluster.devices_per_island)
         super().__init__(setup, algorithm, inside)
         self._count_memory = count_memory
         self._cluster_state = ClusterState(self._work, algorithm, inside, setup.steps // per_round)

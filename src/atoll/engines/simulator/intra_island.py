@@ -10,13 +10,16 @@ When an island loads weights, each device receives a slice over the slow link, a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
 
-from atoll.core.errors import ExchangeFailed
+from atoll.algorithms.streaming import FragmentRanges, Streaming
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree
+from atoll.core.layout import shard_range
 from atoll.core.nested_trees import memories, recycle
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned
 from atoll.core.shared_results import forget
@@ -71,6 +74,33 @@ def _differing(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
         return [not replica.weights.equals(whole) for replica in replicas]
     found: list[bool] = torch.stack([(one.flat != whole.flat.to(one.flat.dtype)).any() for one in borrowed]).tolist()
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingInSlices(Streaming):
+    """Streaming between islands of several devices. Each device exchanges a slice of the weights, which it cuts into fragments: a
+    fragment of the island is those of its devices."""
+
+    devices: int
+
+    def _ranges(self, params: Tree) -> tuple[FragmentRanges, ...]:
+        slices = [shard_range(params.numel, device, self.devices) for device in range(self.devices)]
+        if min(stop - start for start, stop in slices) < self.fragments:
+            raise ConfigError(
+                f"fragments={self.fragments}: a device's slice of a model of {params.numel} values leaves a fragment empty. Use "
+                f"fewer fragments, or islands of one device."
+            )
+        cuts = [[shard_range(stop - start, number, self.fragments) for start, stop in slices] for number in range(self.fragments)]
+        return tuple(
+            tuple((start + first, start + last) for (start, _), (first, last) in zip(slices, parts, strict=True)) for parts in cuts
+        )
+
+
+def in_slices(algorithm: Algorithm[Any], devices: int) -> Algorithm[Any]:
+    """The algorithm between islands of so many devices, each of which exchanges a slice of the weights."""
+    if devices == 1 or type(algorithm) is not Streaming or algorithm.split != "contiguous":
+        return algorithm
+    return StreamingInSlices(**{field.name: getattr(algorithm, field.name) for field in fields(algorithm)}, devices=devices)
 
 
 def unshared_fields(state: Any) -> dict[str, Any]:

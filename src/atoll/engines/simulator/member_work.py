@@ -58,6 +58,7 @@ class MemberWork:
         self.accounting = RunAccounting(setup.cluster.islands, devices)
         self.pool = ComputePool(setup.cluster, report_progress, setup.batched_compute)
         self.data = DataPositions(setup.batches)
+        self.layout = setup.params.layout
         self.devices, self._two_levels = devices or 1, devices > 0
         self._make_replica, self._in_step = setup.make_replica, in_step
         self._traits: ModuleTraits | None = None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Codec, Encoding, Peers, Replica
+from atoll.engines.chunk_arithmetic import encoded_slices
 from atoll.engines.elastic.island import Interpose
 from atoll.engines.elastic.membership import Membership
 from atoll.engines.elastic.snapshot_server import IslandStatus
@@ -68,8 +69,9 @@ class UpdateCorrupter:
 
     def slice_length(self, size: int) -> int:
         """The largest number of elements that an island sends another one of its own tree."""
-        numel = self.numel if self.codec is not None and self.codec.gathers else -(-self.numel // size)
-        return numel if self.codec is None else self.codec.nbytes(numel)
+        if self.codec is None:
+            return -(-self.numel // size)
+        return max(self.codec.nbytes(stop - start) for start, stop in encoded_slices(self.codec, self.numel, size))
 
     def corrupt(self, tree: Tree) -> Tree:
         """The tree that this island averages instead of its own."""
