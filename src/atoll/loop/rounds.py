@@ -264,8 +264,7 @@ class LoopContext:
                 value = self._thread.fulfil(request)
         except StopIteration as end:
             self._round = None
-            self._guard.check_state(end.value)
-            before, self.state = self.state, owned(end.value)
+            before, self.state = self.state, owned(self._guard.end_round(end.value))
             self.rounds += self.state.params is not before.params
             self.recorder.end_round(self.state, self._collectives.names)
             if self._settings.average_buffers:
