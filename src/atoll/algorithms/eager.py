@@ -8,7 +8,8 @@ of the round before,
 
     guess = delta(t) / k + (mean(t-1) - delta(t-1) / k)
 
-where k is the number of islands in mean(t-1): an island that is missing there has no part in the guess either. So islands begin their rounds with different weights. The global weights follow the means, one round behind.
+where k is the number of islands in mean(t-1): an island that is missing there has no part in the guess either. So islands begin
+their rounds with different weights. The global weights follow the means, one round behind.
 
     paper   H             M            Delta_m   Delta        OuterOpt
     here    inner_steps   peers.size   delta     late.value   outer
