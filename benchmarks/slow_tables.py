@@ -36,6 +36,7 @@ def sections_of(cells: Sequence[Cell], params: int, inner_steps: int) -> list[st
             rounds_line(rows),
             *map(crossing_line, crossing),
             predicted_line(rows),
+            *failed_lines(rows),
         )
         if line
     ]
@@ -77,6 +78,12 @@ def exchange_lines(rows: Sequence[Cell]) -> list[str]:
             f"{human_percent(share)} measured, {human_percent(expected)} predicted."
         )
     return lines
+
+
+def failed_lines(rows: Sequence[Cell]) -> list[str]:
+    """A verdict on each cell that failed: those on bytes, times and busy shares are about the others."""
+    failed = [cell for cell in rows if "error" in cell]
+    return [f"{holds_text(False)}: {cell['method']}, {_rate(cell['rate'])}, failed: {cell['error']}." for cell in failed]
 
 
 def bytes_line(rows: Sequence[Cell]) -> str:
@@ -149,15 +156,19 @@ def rates_section(rows: Sequence[Cell], params: int, inner_steps: int) -> str:
         here = [cell for cell in rows if cell["rate"] == rate]
         lines = [cell["line"] for cell in here if "line" in cell]
         carries = f", measured payload {fmean(line['mbit_per_s'] for line in lines):.4g}" if lines else ""
-        title = "Unshaped" if rate is None else f"{rate:g} Mbit/s"
+        title = "Unshaped" if rate is None else _rate(rate)
         table = markdown_table(["", "inner step", "alone", "utilisation", "bytes", "predicted"], [_row(cell) for cell in here])
         parts.append(f"**{title}{carries if rate is not None else ''}**\n\n{table}")
     return "\n\n".join(parts)
 
 
+def _rate(rate: float | None) -> str:
+    return "unshaped" if rate is None else f"{rate:g} Mbit/s"
+
+
 def _row(cell: Cell) -> list[str]:
     if "error" in cell:
-        return [f"{cell['method']}: {cell['error']}", *["-"] * 5]
+        return [f"{cell['method']}: failed, {cell['error']}", *["-"] * 5]
     step_s = cell["round_s"] / cell["steps"]
     predicted = f"{against(cell):.3f}" if "predicted_s" in cell and cell["rate"] is not None else "-"
     return [

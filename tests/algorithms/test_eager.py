@@ -1,10 +1,12 @@
 """Eager updates: the guess by hand, one island, identical islands, and exchanges that are hidden by a whole round."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.eager import Eager
+from atoll.algorithms.eager import Eager, EagerState
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.optim.sgd import SGD, Nesterov
@@ -30,6 +32,27 @@ def test_two_rounds_by_hand():
     # 2.5 of the last round, of which its own part of 1/2 is replaced by 2/2, from -0.5.
     assert second.begin["w"][0] == -0.5 - 3.0
     assert second.delta["w"][0] == 2.0
+
+
+def second_round(peers, delta, *, moves_by):
+    """How far a round takes an island that has this delta to send, with outer SGD of rate 1."""
+    state = EagerState(tree(0.0), None, delta=delta)
+    algorithm = Eager(inner_steps=1, outer=SGD(lr=1.0))
+    state = replace(state, outer=algorithm.outer.init(tree(0.0)))
+    return one_round(algorithm, FakeReplica(moves_by=moves_by), peers, params=tree(0.0), state=state).begin
+
+
+@pytest.mark.parametrize("moves_by", [-2.0, 3.0])
+def test_a_guess_with_a_missing_island_is_that_of_the_islands_that_are_there(moves_by):
+    missing = second_round(ScriptedPeers(tree(4.0), tree(9.0), weights=[1.0, 0.0]), tree(1.0), moves_by=moves_by)
+    there = second_round(ScriptedPeers(tree(4.0)), tree(1.0), moves_by=moves_by)
+    assert missing.equal(there)
+    assert missing["w"][0] == -(4.0 - moves_by) / 2, "minus the mean of the other's last delta and its own present one"
+
+
+def test_an_island_without_a_delta_in_the_mean_adds_its_own_with_the_weight_of_one_island():
+    begin = second_round(ScriptedPeers(tree(4.0), tree(10.0), weights=[1.0, 1.0]), None, moves_by=-1.0)
+    assert begin["w"][0] == -5.0, "minus the mean of 4, 10 and its own 1"
 
 
 def test_one_island_is_diloco_but_its_global_weights_are_one_round_behind():

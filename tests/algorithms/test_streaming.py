@@ -1,9 +1,11 @@
 """Streaming DiLoCo: identities, fragments that cover the model once, golden numbers, and several fragments under way."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.streaming import Streaming, fragment_ranges
@@ -11,6 +13,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Exchanged
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import Layout
+from atoll.core.protocols import Mean
 from atoll.models.gpt import GPT
 from atoll.optim.sgd import SGD, Nesterov
 from atoll.runs.cluster import Cluster, Link, Lost
@@ -167,6 +170,36 @@ def test_an_island_that_missed_its_exchanges_trains_on_with_its_own_weights():
     state = one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=tree(0.0, 0.0))
     assert state.params["w"].tolist() == [0.0, 0.0]
     assert state.local["w"].tolist() == [-4.0, -4.0]
+
+
+class LargestResult(TorchDispatchMode):
+    """Remembers the elements of the largest tensor that torch computed, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("split", ["contiguous", "balanced"])
+def test_agreeing_on_a_fragment_writes_that_fragment_alone_if_the_weights_are_donated(split):
+    params = Tree.of({f"w{number}": torch.full((6,), float(number)) for number in range(4)})
+    algorithm = Streaming(inner_steps=4, fragments=4, split=split)
+    state, fragment = algorithm.init(params, ScriptedPeers()), params.select(fragment_ranges(params.layout, 4, split)[1])
+    mean, before = Mean(fragment.zeros() + 1.0, 2.0, True), params.copy()
+    expected = algorithm.agreed(state, 1, mean)
+    assert state.params.equal(before)
+    at = params.flat.data_ptr()
+    with LargestResult() as largest:
+        found = algorithm.agreed(replace(state, params=params.donate()), 1, mean)
+    assert largest.numel == fragment.numel
+    assert found.params.flat.data_ptr() == at
+    assert found.params.same_bits(expected.params)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,14 @@ def test_busy_shares_are_judged_against_the_simulators(b):
     assert [slow.split(":")[0], off.split(":")[0]] == ["**does not hold here**"] * 2
 
 
+def test_a_failed_cell_has_a_verdict_and_a_row_that_say_why(b):
+    why = "did not finish within 900 s"
+    failed = {"method": b.slow_tables.STREAMED, "rate": b.slow_tables.SLOWEST, "error": why, "tries": 1}
+    outcome, table, _ = b.slow_tables.sections_of([failed], params=1000, inner_steps=10)
+    assert f"**does not hold here**: {b.slow_tables.STREAMED}, 10 Mbit/s, failed: {why}." in outcome
+    assert f"{b.slow_tables.STREAMED}: failed, {why}" in table
+
+
 def test_virtual_time_does_not_depend_on_the_computation(b):
     real = b.slow_island.workload_of(b.slow_link.QUICK.spec([SimpleNamespace(device="", address="")], [], (1, 1), None))
     cluster = Cluster(islands=2, step_time_s=(0.5,), link=Link(latency_s=0.01, bandwidth_mbit_per_s=3.0))

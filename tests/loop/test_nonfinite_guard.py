@@ -10,6 +10,8 @@ import atoll
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.eager import Eager
+from atoll.algorithms.streaming import Streaming
 from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree
 from atoll.engines.accounting import MAX_SKIPPED
@@ -71,6 +73,32 @@ def test_an_island_recovers_in_the_next_round(two):
     assert one[0].is_finite()
     assert not one[0].equal(healthy)
     assert len(other[3]) == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "nan_step"),
+    [
+        (Streaming(inner_steps=4, fragments=2, overlap=1), 1),
+        (Streaming(inner_steps=4, fragments=2, overlap=1, mixing=0.5), 3),  # after the last fragment of a round was sent
+        (Streaming(inner_steps=4, fragments=3, overlap=4, mixing=0.5), 2),  # fragments are loaded in the next round
+        (Streaming(inner_steps=4, fragments=2, overlap=0, codec="int8"), 2),
+        (Eager(inner_steps=4), 1),
+    ],
+)
+def test_one_non_finite_step_excludes_an_island_for_two_rounds_at_most(two, algorithm, nan_step):
+    one, other = two.run(diverging, torch.optim.SGD, algorithm, (24, 24), (nan_step,))
+    assert one[0].equal(other[0])
+    assert one[0].is_finite()
+    assert (one[1], one[2]) == (other[1], other[2]) == (None, 2)
+    assert len(other[3]) == 1, "its next round has no non-finite weights to warn of"
+
+
+def test_an_island_that_sends_many_fragments_in_a_round_recovers_after_it(two):
+    fragments = Tree.of(WORKLOAD.module()).numel
+    assert fragments > MAX_SKIPPED
+    one, other = two.run(diverging, torch.optim.SGD, Streaming(inner_steps=fragments, fragments=fragments), (66, 66), (0,))
+    assert one[0].equal(other[0])
+    assert (one[1], other[1]) == (None, None)
 
 
 def error_buffers(group, algorithm, rounds, nan_round):

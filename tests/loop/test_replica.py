@@ -7,6 +7,7 @@ from torch import nn
 import atoll
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
@@ -81,6 +82,61 @@ def test_agreed_weights_are_more_precise_than_a_module_in_bfloat16():
     assert agreed == 1.0 - step
     assert seen[0] == 1.0
     assert seen[-1] == agreed
+
+
+@pytest.mark.parametrize(
+    ("overlap", "mixing", "schedule"),
+    [
+        (1, 0.0, {1: "s0", 2: "r0 l0", 3: "s1", 4: "r1 l1"}),
+        (1, 0.5, {1: "s0", 2: "r0 l0", 3: "s1", 4: "r1 l1"}),
+        (3, 0.25, {0: "s0", 1: "l1", 2: "s1", 3: "r0 l0", 4: "r1"}),
+        (4, 0.5, {0: "s0", 2: "l1 s1", 4: "r0 r1 l0"}),
+    ],
+)
+def test_fragments_of_a_module_in_bfloat16_are_those_of_a_reference_by_hand(overlap, mixing, schedule):
+    """The reference sends (s), receives (r) and loads (l) each of two weights after these steps of a round, and adds what rounding
+    removed when a weight was loaded to what the module holds."""
+    rounds, rate, move = 3, 0.3, 2.0**-6
+    model = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    model.weight.data.fill_(1.0)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=1.0), []
+    algorithm = Streaming(inner_steps=4, fragments=2, overlap=overlap, mixing=mixing, outer=SGD(lr=rate))
+    with atoll.islands(model, optimizer, algorithm) as islands:
+        for _ in range(4 * rounds):
+            model.weight.grad = torch.full_like(model.weight, move)
+            optimizer.step()
+            seen.append(model.weight.detach().flatten().clone())
+        agreed = islands._entered().state.params.flat.clone()
+
+    params, held = torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    loaded, deltas, unloaded, expected = params.clone(), {}, set(), []
+
+    def present():
+        return held.float() + (loaded - loaded.bfloat16())
+
+    def act(step):
+        for action, number in (each for each in schedule.get(step, "").split()):
+            at = int(number)
+            if action == "s":
+                deltas[at] = params[at] - present()[at]
+            elif action == "r":
+                params[at] = params[at].add(deltas.pop(at), alpha=-rate)
+                unloaded.add(at)
+            elif at in unloaded:
+                loaded[at] = torch.lerp(params[at], present()[at], mixing)
+                held[at] = loaded[at].bfloat16()
+                unloaded.remove(at)
+
+    for _ in range(rounds):
+        loaded = present()
+        held = loaded.bfloat16()
+        act(0)
+        for step in range(1, 5):
+            held -= move
+            act(step)
+            expected.append(held.clone())
+    assert torch.equal(torch.stack(seen[:-1]), torch.stack(expected[:-1]))  # after the last step the next round has begun
+    assert torch.equal(agreed, params)
 
 
 @pytest.mark.parametrize("algorithm", [DDP(optimizer=SGD(lr=0.1)), ZeRO1(optimizer=SGD(lr=0.1), wire="fp32")])

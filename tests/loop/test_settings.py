@@ -42,6 +42,7 @@ def linear():
         (ACCO(), False, r"ACCO has no rule to step with: give ACCO\(optimizer=atoll.AdamW\(lr="),
         (DiLoCo(inner_steps=3), False, r"NoneType as the optimizer, and counts the steps of a torch optimizer"),
         (AsyncLocalSGD(inner_steps=3), True, "is asynchronous: it has a hub and no rounds"),
+        (DiLoCo(inner_steps=3, moments="averaged"), True, r"cannot read the moments of your optimizer. Use moments=own"),
         (DiLoCo(inner_steps=3, weighting="examples"), True, r"give islands\(..., examples=len\(dataset\)\)"),
     ],
 )

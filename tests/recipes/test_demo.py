@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
+from atoll.algorithms.streaming import Streaming
 from atoll.runs.cluster import step_times
 
 
@@ -26,4 +27,5 @@ def test_the_demo_of_streaming_differs_from_diloco_in_fragments_overlap_and_mixi
     assert replace(two, recipe=one.recipe, algorithm=one.algorithm) == one
     alike = {field.name for field in fields(two.algorithm)} - {"fragments", "overlap", "mixing", "split"}
     assert {name: getattr(two.algorithm, name) for name in alike} == {name: getattr(one.algorithm, name) for name in alike}
+    assert two.algorithm.split == Streaming(inner_steps=20).split
     assert (two.algorithm.fragments, two.algorithm.overlap) != (1, 0)

@@ -1,7 +1,10 @@
 """Modules in half precision: master weights keep small updates, and parameters that are not trained have none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
@@ -12,9 +15,11 @@ from atoll.engines.simulator.engine import SimEngine
 from atoll.engines.simulator.member_work import SimSetup
 from atoll.optim.adam import Adam, AdamW
 from atoll.optim.sgd import SGD, Momentum, Nesterov
+from atoll.optim.torch_optimizers import TorchOptimizer
 from atoll.replica.evaluator import Evaluator
+from atoll.replica.flat_parameters import trainable_weights
 from atoll.replica.local_replica import LocalReplica, RoundStart, torch_threads
-from atoll.replica.master_weights import cast_parameters, initial_weights
+from atoll.replica.master_weights import MasterWeights, cast_parameters, initial_weights
 from atoll.runs.cluster import Cluster
 from atoll.testing.simulated_runs import Recorder, Regression, run_engine, simulate
 
@@ -164,3 +169,21 @@ def test_weights_are_evaluated_in_half_precision():
     judge = Evaluator(WORKLOAD, dtype=HALF)
     assert judge(full) == judge(rounded)
     assert next(judge.module.parameters()).dtype == HALF
+
+
+def test_a_step_of_torchs_optimizer_is_the_rules_at_the_schedules_rate_and_checks_the_rule_no_more():
+    rule, rates, stepped = TorchOptimizer(name="NAdam", lr=0.02), (0.01, 0.003, 0.0), []
+    weights = trainable_weights(cast_parameters(WORKLOAD.module(), HALF))
+    masters = MasterWeights(weights, rule, initial_weights(WORKLOAD, "cpu", HALF))
+    expected, state = initial_weights(WORKLOAD, "cpu", HALF), rule.init(weights.layout)
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.append(optimizer))
+    for number, rate in enumerate(rates):
+        weights.gather_gradient()
+        weights.gradients()[0].fill_(0.5 + number)
+        masters.step(rate, None)
+    hook.remove()
+    for number, rate in enumerate(rates):
+        gradient = expected.zeros() + (0.5 + number)
+        expected, state = replace(rule, lr=rate).update(expected, gradient, state)
+    assert masters.read(weights.layout).same_bits(expected)
+    assert len(stepped) == len(rates), "a step to try the rule would be another"

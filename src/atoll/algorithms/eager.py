@@ -8,7 +8,8 @@ of the round before,
 
     guess = delta(t) / k + (mean(t-1) - delta(t-1) / k)
 
-So islands begin their rounds with different weights. The global weights follow the means, one round behind.
+where k is the number of islands in mean(t-1): an island that is missing there has no part in the guess either. So islands begin
+their rounds with different weights. The global weights follow the means, one round behind.
 
     paper   H             M            Delta_m   Delta        OuterOpt
     here    inner_steps   peers.size   delta     late.value   outer
@@ -73,7 +74,7 @@ class Eager:
         return EagerState(params, self.outer.init(params))
 
     async def round(self, state: EagerState, replica: Replica, peers: Peers) -> EagerState:
-        work, share = peers.work(self.inner_steps), 1 / peers.size
+        work = peers.work(self.inner_steps)
         state = await peers.catch_up(state)
         begin = state.params if state.begin is None else state.begin
         momentum = state.outer if state.momentum is None else state.momentum
@@ -88,7 +89,10 @@ class Eager:
         late = await flight
         if not late.heard:  # the island trains on with its own weights; the others never get its last two deltas
             return replace(state, begin=replica.params(), delta=None)
-        guess = late.value.add(delta - last, share)
+        # Its own delta replaces its last one. If that is not in the mean, the present one joins as that of one more island.
+        joins = state.delta is None or not late.weight
+        islands = max(1.0, late.weight + joins) if late.weight else peers.size
+        guess = late.value.add(delta - (late.value if joins else last), 1 / islands)
         begin, momentum = self.outer.update(begin, guess, momentum)
         if late.weight:
             params, outer = self.outer.update(state.params, late.value, state.outer)

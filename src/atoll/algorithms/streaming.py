@@ -143,7 +143,7 @@ class Streaming:
     def agreed(self, state: StreamingState, number: int, mean: Mean) -> StreamingState:
         if not mean.weight:
             return state
-        return self._outer_step(replace(state, params=state.params.copy()), number, mean)
+        return self._outer_step(replace(state, params=state.params.writable()), number, mean)
 
     def _outer_step(self, state: StreamingState, fragment: int, mean: Mean) -> StreamingState:
         """The outer step of a fragment, whose new weights are written into `state.params`."""

@@ -340,7 +340,7 @@ class Fragmented(Protocol[S]):
 
     def agreed(self, state: S, number: int, mean: Mean) -> S:
         """The state after the mean of this number in a round, which changes no other pieces of `params` than those of the mean.
-        `state` is not changed."""
+        `state` is not changed, but the engine may donate its `params`: then the mean's pieces alone are written."""
 
 
 # ---------------------------------------------------------------------------------------------- asynchronous algorithms

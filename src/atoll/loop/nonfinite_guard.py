@@ -1,7 +1,8 @@
 """Keeps non-finite numbers out of the agreed weights, and names the island that they come from.
 
 With an algorithm that exchanges weights, an island whose weights are not finite takes part with weight 0, logs a warning, and
-continues from the weights of the others. If its optimizer's moments are not finite either, it cannot recover: it raises before it
+begins the next round with the agreed weights, all of them: of an algorithm with fragments every piece that it holds itself is as
+unusable after one more step. If its optimizer's moments are not finite either, it cannot recover: it raises before it
 exchanges, and the others continue without it. With an algorithm that exchanges gradients, all islands skip the update.
 """
 
@@ -20,6 +21,7 @@ from atoll.engines.accounting import MAX_SKIPPED, count_in_a_row
 from atoll.engines.communication_thread import Request
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.round_record import ExchangeRecord
+from atoll.engines.shared_and_sharded_state import restarted
 from atoll.replica.flat_parameters import local
 
 _LOGGER = logging.getLogger("atoll")
@@ -33,6 +35,8 @@ class NonFiniteGuard:
         self._island, self._optimizer, self._intra_island = island, optimizer, intra_island
         self._skipped, self._culprits, self._is_first = False, "", False
         """Of the round's last update: whether it was skipped, which islands sent non-finite numbers, and whether this one logs."""
+        self._is_bad_round = False
+        """Whether this island's weights were not finite in an exchange of this round."""
         self._bad_rounds_in_a_row = self._skipped_in_a_row = 0
 
     def record(self, exchange: ExchangeRecord, culprits: str, *, is_first: bool) -> None:
@@ -47,22 +51,25 @@ class NonFiniteGuard:
             intra_island = self._intra_island
             rows = await Request(lambda: intra_island.all_gather_numbers(finite, lost))
             finite, lost = all(row[0] for row in rows), any(row[1] for row in rows)
-        self._bad_rounds_in_a_row = 0 if finite else self._bad_rounds_in_a_row + 1
+        is_news = not finite and not self._is_bad_round
+        self._bad_rounds_in_a_row += is_news
+        self._is_bad_round |= is_news
         if lost or self._bad_rounds_in_a_row == MAX_SKIPPED:
             what = "and its optimizer's moments are not finite" if lost else f"were not finite in {MAX_SKIPPED} rounds in a row"
             raise TrainingDiverged(
                 f"the weights of island {self._island} {what}. It leaves before it sends them. {_LAST_GOOD} Look at its data, "
                 f"lower the learning rate, or clip gradients."
             )
-        if not finite:
+        if is_news:
             _LOGGER.warning(
                 f"atoll: the weights of island {self._island} are not finite. It takes part in this exchange with weight 0, and "
-                f"continues from the weights of the others."
+                f"continues from the weights of the others after this round."
             )
         return finite
 
-    def check_state(self, state: Any) -> None:
-        """Raises TrainingDiverged if the State that a round returned must not replace the present one."""
+    def end_round(self, state: Any) -> Any:
+        """The State for the next round, from the one that this round returned. Raises TrainingDiverged if that must not replace the
+        present one."""
         skipped, culprits = self._skipped, self._culprits
         self._skipped, self._culprits = False, ""
         last = f"{culprits} sent non-finite gradients" if culprits else "no island had gradients to send"
@@ -75,6 +82,10 @@ class NonFiniteGuard:
                 f"the agreed weights would not be finite after this round, although all islands sent finite numbers. {_LAST_GOOD} "
                 f"Lower the learning rates, the outer one too, or clip gradients."
             )
+        is_bad, self._is_bad_round = self._is_bad_round, False
+        if not is_bad:
+            self._bad_rounds_in_a_row = 0
+        return restarted(state) if is_bad else state
 
 
 def _has_nonfinite_state(optimizer: torch.optim.Optimizer | None) -> bool:

@@ -71,6 +71,8 @@ class LoopReplica:
         """Tokens of the micro-batch whose gradients the module holds."""
         self.loaded: Tree | None = None
         """The weights that were last written to the module, if they are more precise than the module."""
+        self.agreed: Tree | None = None
+        """Those of the State that this round began with, in which nothing computes."""
 
     # ------------------------------------------------------------------------------------------------ called by the algorithm
 
@@ -80,9 +82,15 @@ class LoopReplica:
         if not self._skip_load:
             self._weights.write(params)
         self._skip_load = False
-        params = params if self.loaded is None else self.loaded.overlaid(params)
-        is_rounded = any(piece.dtype.itemsize < params.flat.element_size() for piece in params.layout.pieces)
-        self.loaded = params if is_rounded else None
+        whole = params.layout == self._weights.layout
+        if not any(piece.dtype.itemsize < params.flat.element_size() for piece in self._weights.layout.pieces):
+            self.loaded = None
+        elif self.loaded is not None and not whole:
+            self.loaded = self.loaded.overlaid(params)
+        elif self.stepped_by == "algorithm" or params.borrowed or params is self.agreed:
+            self.loaded = params
+        else:  # the algorithm made it, and may replace its fragments one by one before the module gets them
+            self.loaded = params.copy().donate()
 
     def params(self) -> Tree:
         self.uses_weights = True
@@ -133,7 +141,8 @@ class LoopReplica:
         self._module.check_gradients()
         self._tokens = tokens
 
-    def begin_round(self) -> None:
+    def begin_round(self, agreed: Tree | None = None) -> None:
+        self.agreed = agreed
         self.steps_done = self._steps_requested = self._loads = 0
         self.uses_weights = False
 

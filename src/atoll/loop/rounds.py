@@ -250,7 +250,7 @@ class LoopContext:
         self.recorder.user_continues()
 
     def _begin_round(self) -> None:
-        self._replica.begin_round()
+        self._replica.begin_round(self.state.params)
         self._peers.begin_round()
         self._round = self._algorithm.round(borrowed(self.state), self._replica, self._peers)
 
@@ -264,8 +264,7 @@ class LoopContext:
                 value = self._thread.fulfil(request)
         except StopIteration as end:
             self._round = None
-            self._guard.check_state(end.value)
-            before, self.state = self.state, owned(end.value)
+            before, self.state = self.state, owned(self._guard.end_round(end.value))
             self.rounds += self.state.params is not before.params
             self.recorder.end_round(self.state, self._collectives.names)
             if self._settings.average_buffers:
@@ -352,7 +351,7 @@ class LoopContext:
         params: Tree = self.state.params
         if self._settings.sharded:
             params = self._thread.run(self._peers.all_gather(params.cast(self._weights.layout.dtype)))
-        self._replica.begin_round()
+        self._replica.begin_round(params)
         self._replica.load(params)
         self.final_params = params
 

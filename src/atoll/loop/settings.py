@@ -66,6 +66,11 @@ class LoopSettings:
                 f"{name}(quorum={self.algorithm.quorum}) in a loop of your own: its exchanges need every island. Leave quorum out, "
                 f"or use `atoll run` on the simulator or on elastic islands."
             )
+        if getattr(self.algorithm, "moments", "own") != "own":
+            raise ConfigError(
+                f"moments={self.algorithm.moments} in a loop of your own: atoll cannot read the moments of your optimizer. Use "
+                f"moments=own, or `atoll run`, whose optimizers are atoll's."
+            )
         if self.finish == "alone" and self.sharded:
             raise ConfigError(
                 f'finish="alone" with {name}: every island holds a slice of the state, which would be lost when it leaves. Use '

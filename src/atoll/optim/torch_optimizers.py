@@ -67,6 +67,10 @@ class TorchRule:
 
     @rule_update
     def update(self, params: Tree, gradient: Tree, state: TorchState) -> tuple[Tree, TorchState]:
+        return self.update_at(at(self.lr, state.step), params, gradient, state)
+
+    def update_at(self, lr: float, params: Tree, gradient: Tree, state: TorchState) -> tuple[Tree, TorchState]:
+        """`update` at this learning rate. A caller with a schedule of its own would else make, and check, a rule for each step."""
         new = params.copy()
         named = [(name, nn.Parameter(view)) for name, view in new.layout.views(new.flat).items()]
         gradients = gradient.layout.views(gradient.flat)
@@ -78,7 +82,7 @@ class TorchRule:
             for name, value in moment.values.items():
                 optimizer.state[by_name[name]][moment.name] = value.clone()
         place_state(optimizer)
-        set_rate(optimizer, at(self.lr, state.step))
+        set_rate(optimizer, lr)
         optimizer.step()
         return new, TorchState(state.step + 1, moments_of(optimizer, named))
 

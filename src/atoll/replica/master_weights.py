@@ -80,7 +80,7 @@ class MasterWeights:
         layout = self._weights.layout
         if isinstance(self._rule, TorchRule):
             gradient = Tree(layout, flat.to(self._params.flat.dtype) * times)
-            self._params, self._state = replace(self._rule, lr=lr).update(self._params, gradient, self._state)
+            self._params, self._state = self._rule.update_at(lr, self._params, gradient, self._state)
             self._weights.load(self._params)
             return
         state = with_trees(self._state, (tree.donate() for tree in trees_in(self._state)))

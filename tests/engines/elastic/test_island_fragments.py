@@ -127,6 +127,28 @@ def test_a_commit_of_a_fragment_checks_its_values_alone(threaded, toy, monkeypat
     assert checked == {whole // 2, whole - whole // 2}
 
 
+def test_commits_of_fragments_are_computed_in_one_buffer(threaded, toy):
+    live, buffers = threaded(of(toy, 1, Streaming(inner_steps=4, fragments=2)), Elastic(processes=1)), set()
+    inject = live.interpose
+
+    def interpose(algorithm, membership, status, log):
+        algorithm, membership = inject(algorithm, membership, status, log)
+        agreed = algorithm.agreed
+
+        def recorded(state, number, mean):
+            state = agreed(state, number, mean)
+            buffers.add(state.params.flat.data_ptr())
+            return state
+
+        vars(algorithm)["agreed"] = recorded
+        return algorithm, membership
+
+    live.interpose = interpose
+    live.finish(live.start("island-0000"))
+    assert len(live.events(Attended)) > 2
+    assert len(buffers) == 1
+
+
 @pytest.mark.parametrize(
     ("algorithm", "kind"),
     [

@@ -44,6 +44,28 @@ def test_a_client_receives_every_bit(server):
         assert torch.equal(got.tensors[name], tensor), name
 
 
+def test_a_client_waits_for_the_snapshot_after_one_that_is_withdrawn(server):
+    server.publish(Snapshot({"round": 3}, TENSORS))
+    assert server.withdraw()
+    with ThreadPoolExecutor(1) as pool, socket.create_connection((HOST, server.port)) as waiting:
+        waiting.sendall(b"snapshot\n")
+        fetched = pool.submit(fetch_snapshot, server.address, 5.0)
+        assert not select.select([waiting], [], [], 0.1)[0]
+        assert server.withdraw(), "a client that waits reads nothing"
+        server.publish(Snapshot({"round": 4}, TENSORS))
+        assert fetched.result().header == {"round": 4}
+        assert waiting.recv(1)
+
+
+def test_a_snapshot_that_is_being_read_is_not_withdrawn(server):
+    server.publish(Snapshot({}, {"large": torch.zeros(1 << 24)}))
+    with socket.create_connection((HOST, server.port)) as reader:
+        reader.sendall(b"snapshot\n")
+        assert reader.recv(1)
+        assert not server.withdraw()
+        assert server.has_readers
+
+
 def test_a_server_without_a_snapshot_sends_none(server):
     assert fetch_snapshot(server.address, 5.0) is None
 

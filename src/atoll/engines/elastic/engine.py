@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from atoll.core.errors import ConfigError, ExchangeFailed
@@ -132,6 +132,8 @@ class ElasticEngine:
         self._observes = False
         """Whether it has just fetched the state: a lease that it held before is old, and the quorum would wait for it."""
         self._digest = self._compute_digest()
+        self.withdraw: Callable[[], bool] = bool
+        """Withdraws the published state, so that the commit of a fragment is computed in its buffers; False if it is being read."""
 
     @property
     def steps_taken(self) -> int:
@@ -255,7 +257,11 @@ class ElasticEngine:
                 self._answer = self._thread.fulfil(request)
         (commit, mean), self.peers.committed = self.peers.committed, None
         algorithm: Any = self.algorithm
-        return algorithm.agreed(self.state, self.leases.part, mean), commit
+        state = self.state
+        # A diverged island returns to the state that it has.
+        if self.name not in commit.diverged and _donates_params(state) and self.withdraw():
+            state = replace(state, params=state.params.donate())
+        return owned(algorithm.agreed(state, self.leases.part, mean)), commit
 
     def _end_round(self) -> None:
         """Give up what is left of the round, and with it this island's own weights."""
@@ -363,3 +369,7 @@ class ElasticEngine:
         self._status.confirmed = False
         self.state, self._residuals = replace(state, **self._residuals), {}
         self._digest = self._compute_digest()
+
+
+def _donates_params(state: Any) -> bool:
+    return any(f.name == "params" and f.metadata.get("donated") for f in fields(state))

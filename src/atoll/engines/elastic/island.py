@@ -167,6 +167,7 @@ class IslandProcess:
             self._spec.delay_s(run, number % run.effective_cluster.islands),
             self._log,
         )
+        self._engine.withdraw = self._server.withdraw
 
     def compare_code(self, digest: str) -> None:
         """Refuse to train with islands whose workload or loop is in another file than one with this digest."""

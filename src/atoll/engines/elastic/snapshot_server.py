@@ -3,7 +3,7 @@
 A status query is answered by one line of JSON. A snapshot is one line of JSON that describes the tensors, the tensors as they lie
 in memory, and their checksum. The receiver runs nothing that it receives, and takes memory only for tensors that it expects.
 Every query ends with the run's id; those of another run get no answer. A snapshot that is being read keeps its buffers: the island
-asks `has_readers` before it reuses them.
+asks `has_readers` before it reuses them, and `withdraw` before it computes in them.
 
 A connection that begins with `exchange KEY RANK RUN` is kept for the exchange of that key. With `relay NAME` before it, a status
 query or an exchange is passed on to the member of that name: for islands that cannot reach each other.
@@ -134,8 +134,8 @@ class SnapshotServer:
         self._network, run = network, f" {network.run_id}".rstrip().encode()
         self._snapshot: Snapshot | None = None
         self._published_s = 0.0
-        self._lock = threading.Lock()
-        self._readers = 0
+        self._lock = threading.Condition()
+        self._readers, self._withdrawn = 0, False
         self.accepted = AcceptedConnections()
         """Connections of other members, for exchanges of this island."""
         self._routes, self._routed = dict[str, str](), threading.Condition()
@@ -176,7 +176,14 @@ class SnapshotServer:
     def publish(self, snapshot: Snapshot) -> None:
         """Send this snapshot to clients from now on."""
         with self._lock:
-            self._snapshot, self._published_s = snapshot, time.monotonic()
+            self._snapshot, self._published_s, self._withdrawn = snapshot, time.monotonic(), False
+            self._lock.notify_all()
+
+    def withdraw(self) -> bool:
+        """Let clients wait for the next snapshot, since this one's buffers will change. False if a client is reading it."""
+        with self._lock:
+            self._withdrawn = self._withdrawn or self._readers == 0
+            return self._withdrawn
 
     @property
     def has_readers(self) -> bool:
@@ -184,6 +191,8 @@ class SnapshotServer:
 
     def _send(self, write: Callable[[bytes | memoryview], Any]) -> None:
         with self._lock:
+            if not self._lock.wait_for(lambda: not self._withdrawn, self._limit_s):
+                return
             snapshot, age_s = self._snapshot, time.monotonic() - self._published_s
             self._readers += 1
         try:
