@@ -5,6 +5,7 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import replace
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -228,6 +229,13 @@ def test_impossible_settings_are_refused(settings, says):
 def test_join_info_survives_its_text(toy):
     join_info = JoinInfo(toy(3), Elastic(processes=3, step_delay=0.5), "127.0.0.1:99")
     assert JoinInfo.from_text(join_info.to_text()) == join_info
+
+
+def test_join_info_of_another_protocol_is_refused_by_name(toy):
+    text = JoinInfo(toy(3), Elastic(processes=3), "127.0.0.1:99").to_text()
+    early, ours = {**json.loads(text), "atoll": version("atoll")}, version("atoll")
+    with pytest.raises(ConfigError, match=rf"run is of atoll {ours}, and this is atoll {ours}, protocol 2\. All islands"):
+        JoinInfo.from_text(json.dumps(early))
 
 
 def test_an_island_that_fetched_the_state_observes_though_it_holds_a_lease(threaded, toy):

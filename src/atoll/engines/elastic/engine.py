@@ -345,7 +345,7 @@ class ElasticEngine:
         none. Raises ExchangeFailed if the state does not match its digest, and the error of a malformed part; then nothing has
         changed."""
         shared = trees_to_device(dict(shared), self.replica.device)
-        if (found := differing_digest(shared, metadata)) is not None:
+        if (found := differing_digest(shared, metadata, of_checkpoint=donor is None)) is not None:
             raise ExchangeFailed(
                 f"the state of round {metadata['version'][0]} from {donor or 'a checkpoint'} is damaged: it was committed as "
                 f"{metadata['digest']}, and is {found}. Use another island's."
