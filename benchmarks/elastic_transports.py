@@ -87,7 +87,10 @@ class Measured:
     def commit(self) -> None:
         states = self._collectives.all_gather_numbers(0, 0, 1, self._digest)
         report = IslandReport(folder="run", address="")
-        agreed = self._mean(self._collectives, states, Proposal(StateVersion(0, 0), self._digest, report, self._delta, 1.0))
+        working = frozenset(self._collectives.names)
+        agreed = self._mean(
+            self._collectives, states, Proposal(StateVersion(0, 0), self._digest, report, self._delta, 1.0, working)
+        )
         empty = dict.fromkeys(("leases", "validator", "known", "present"), 0)
         self._digest = state_digest(self._state, empty)
         agreed.value.release()

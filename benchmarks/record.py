@@ -2,7 +2,7 @@
 
     records/<date>_<name>/
         README.md     results in words and tables, and the command that produced them
-        source.txt    versions, commit, machine and command, with a block for each process that measured cells
+        source.txt    versions, commit, git's hashes of src and benchmarks, machine and command; a block for each measuring process
         cells.jsonl   one line per finished cell
         log.txt       the result of each cell, where cells are runs
         plot.png      a plot, where there is one

@@ -5,7 +5,7 @@
     python benchmarks/soak.py --kinds Kill Freeze FullDisk    islands also freeze or have a full disk
     python benchmarks/soak.py --kinds Kill Freeze FullDisk Cut Slow UpdateFault --lighthouse     all faults
     python benchmarks/soak.py --islands 32 --minutes 32 --every 28 --sleep 4 --round 5 --inner-steps 5 --seed 2 --faults-only \
-        --kinds Kill Freeze CutOneWay CutPair --lighthouse    over 125 faults an hour, with rounds of 5 s
+        --kinds Kill Freeze CutOneWay CutPair --lighthouse    over 125 faults an hour
     python benchmarks/soak.py --quick                         smoke test at small sizes
 
 The seed decides which island is killed; the supervisor restarts it at once. After each commit every island logs the digest of its
@@ -76,10 +76,16 @@ def sections_of(faulty: Mapping[str, Any], calm: Mapping[str, Any] | None, soak:
         f"Shares are of the commits in that time, all other figures of the whole run. Load averages over five minutes, before and "
         f"after: {_loads(faulty)} with faults" + (f", {_loads(calm)} without." if calm is not None else ".")
     )
+    attempts = (
+        "Attempts are the commits and the attempts that failed before them, as the island that wrote the log counted them: a "
+        "quorum had formed, and then a member did not answer, the exchange broke off, or the vote found a difference. Waiting for "
+        "a quorum is no attempt."
+    )
     only_faulty = ["-"] * (len(cells) - 1)
     figures = [
         ["commits, attempts", *(f"{c['report']['commits']}, {c['report']['attempts']}" for c in cells)],
         ["seconds from the first commit to the last", *(f"{c['seconds']:.0f}" for c in cells)],
+        ["seconds from a commit to the next (mean)", *(f"{c['seconds'] / max(1, len(c['attended']) - 1):.2f}" for c in cells)],
         ["islands known, alive, participating (means)", *(_three(c["report"]) for c in cells)],
         ["units of data delivered, returned", *(f"{c['report']['delivered']}, {c['report']['returned']}" for c in cells)],
         ["tokens", *(f"{c['tokens']:,}" for c in cells)],
@@ -90,7 +96,7 @@ def sections_of(faulty: Mapping[str, Any], calm: Mapping[str, Any] | None, soak:
     ]
     return [
         f"## Outcome\n\n{setting}\n\n" + markdown_table(["claim", "measured", "holds"], rows, left=3),
-        "## Figures\n\n" + markdown_table(["", FAULTY, CALM][: 1 + len(cells)], figures),
+        "## Figures\n\n" + markdown_table(["", FAULTY, CALM][: 1 + len(cells)], figures) + f"\n\n{attempts}",
     ]
 
 

@@ -9,7 +9,6 @@ import threading
 import time
 import zlib
 from contextlib import closing, contextmanager, suppress
-from importlib.metadata import version
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from atoll.engines.elastic import snapshot_server
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayClient
-from atoll.engines.elastic.gateway_protocol import PROTOCOL
+from atoll.engines.elastic.gateway_protocol import wire_version
 from atoll.engines.elastic.run_identity import RunSecrets
 from atoll.engines.elastic.snapshot_server import IslandStatus, Snapshot, SnapshotServer, fetch_snapshot, query_status
 from atoll.engines.elastic.state_version import checksum
@@ -116,7 +115,7 @@ def sent(stream, frame):
     return answer
 
 
-ASKED = {"run": RUN, "protocol": PROTOCOL, "atoll": version("atoll"), "name": "box-1", "to": "registry", "limit_s": 0.01}
+ASKED = {"run": RUN, "atoll": wire_version(), "name": "box-1", "to": "registry", "limit_s": 0.01}
 
 
 @contextmanager

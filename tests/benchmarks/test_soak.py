@@ -76,6 +76,7 @@ def test_the_seed_determines_the_kills_and_tables_and_plot_are_written(b, tmp_pa
     outcome, figures = b.soak.sections_of(soak_cell(), soak_cell(), soak)
     assert "| every unit of data in exactly one commit | 24 units, each in one commit; 1 leased again | yes |" in outcome
     assert "(median, maximum) | 9.0, 9.0 | - |" in figures
+    assert "| seconds from a commit to the next (mean) | 150.00 | 150.00 |" in figures
     assert b.soak.save_figure(
         b.soak.figure, {"with faults": soak_cell(), "left alone": soak_cell()}, tmp_path / "plot.png"
     ).exists()

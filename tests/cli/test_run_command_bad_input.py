@@ -88,6 +88,19 @@ def test_bad_settings_are_refused_with_one_sentence_and_leave_no_folder(atoll, t
     assert time.monotonic() - began_s < LIMIT_S
 
 
+def ended(arguments, folder):
+    """This Python's process with these arguments, and the seconds that it took."""
+    began_s = time.monotonic()
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, timeout=60, check=False)
+    return done, time.monotonic() - began_s
+
+
+@pytest.fixture(scope="module")
+def loading_s(tmp_path_factory):
+    """How long a command takes here and now that only loads recipes: mostly imports."""
+    return ended(["-m", "atoll", "show", "demo-diloco"], tmp_path_factory.mktemp("loading"))[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -99,10 +112,10 @@ def test_bad_settings_are_refused_with_one_sentence_and_leave_no_folder(atoll, t
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else " ".join(value)[:40],
 )
-def test_the_command_itself_ends_with_one_sentence_and_leaves_no_folder(tmp_path, arguments, says):
+def test_the_command_itself_ends_with_one_sentence_and_leaves_no_folder(tmp_path, loading_s, arguments, says):
     """In processes of their own: a joiner ends its process, and a library may abort it."""
-    command = [sys.executable, "-m", "atoll", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    done, took_s = ended(["-m", "atoll", *arguments], tmp_path)
+    assert took_s < LIMIT_S + 2 * loading_s
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert says in done.stderr
     assert list(tmp_path.iterdir()) == []

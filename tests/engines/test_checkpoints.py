@@ -332,13 +332,25 @@ def test_a_missing_file_is_refused(tmp_path, name: str):
         checkpoints.newest()
 
 
-def test_a_checkpoint_of_another_format_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda content: {**content, "format": 1},
+            r"has format 1, and this version of atoll reads format 2\. Resume with the version",
+        ),
+        (lambda content: {"round": 1}, r"meta\.json cannot be read \(.*format.*\)\. There is no older one"),
+        (lambda content: [content], r"meta\.json cannot be read \(.*indices.*\)\. There is no older one"),
+        (lambda content: None, r"meta\.json cannot be read"),
+    ],
+)
+def test_a_checkpoint_of_another_format_or_of_none_is_refused(tmp_path, change, says):
     checkpoints = saved(tmp_path, 1)
     path = checkpoints.folder / "00000001" / "meta.json"
-    content = {**json.loads(path.read_text())["content"], "format": 1}
+    content = change(json.loads(path.read_text())["content"])
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
     path.write_text(json.dumps({"blake2b": digest, "content": content}))
-    with pytest.raises(CheckpointError, match=r"has format 1, and this version of atoll reads format 2\. Resume with the version"):
+    with pytest.raises(CheckpointError, match=says):
         checkpoints.newest()
 
 

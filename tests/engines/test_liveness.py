@@ -238,7 +238,7 @@ print("error: no more.")
 """
 
 
-def test_rotation_under_a_running_process_loses_no_line_and_its_last_error_is_found(tmp_path, monkeypatch):
+def test_rotation_under_a_process_that_waits_loses_no_line_and_its_last_error_is_found(tmp_path, monkeypatch):
     log = tmp_path / "island.log"
     with log.open("ab") as output:
         process = subprocess.Popen([sys.executable, "-S", "-c", WRITER], stdin=subprocess.PIPE, stdout=output)

@@ -142,11 +142,15 @@ def test_the_source_names_versions_machine_commit_and_command(tmp_path):
 
 def test_the_commit_is_that_of_our_own_checkout():
     root = Path(__file__).parents[2]
-    head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    commit = source()["commit"]
+    named = ["git", "-C", str(root), "rev-parse", "HEAD", "HEAD:src", "HEAD:benchmarks"]
+    head = subprocess.run(named, capture_output=True, text=True, check=False)
+    found = source()
+    commit = found["commit"]
     if head.returncode or commit == "not from a checkout":
         pytest.skip("atoll does not run from a checkout with a commit")
-    assert re.fullmatch(rf"{head.stdout.strip()} \((clean|with changes that are not committed)\)", commit)
+    whole, src, benchmarks = head.stdout.split()
+    assert re.fullmatch(rf"{whole} \((clean|with uncommitted changes)\)", commit)
+    assert found["trees"] == f"src {src}, benchmarks {benchmarks} {commit.partition(' ')[2]}"
 
 
 def test_a_resume_is_noted_after_the_start(tmp_path):

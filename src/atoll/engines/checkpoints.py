@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import CheckpointError, one_line
 from atoll.core.serialization import Packed, pack, read_tensors, unpack, write_tensors
 from atoll.core.verified_files import file_digest, json_digest, parse_json, sync_folder
@@ -244,16 +245,16 @@ class Checkpoints:
         try:
             meta = parse_json((path / _META).read_bytes())
             content = meta["content"]
-            intact = meta["blake2b"] == json_digest(content)
+            intact, format = meta["blake2b"] == json_digest(content), content["format"]
         except FileNotFoundError as error:
             raise self._damaged(path / _META, "is missing", round) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._damaged(path / _META, f"cannot be read ({one_line(error)})", round) from error
         if not intact:
             raise self._damaged(path / _META, "does not match its digest: some of its bits have changed", round)
-        if content["format"] != FORMAT:
+        if format != FORMAT:
             raise CheckpointError(
-                f"{path} has format {content['format']}, and this version of atoll reads format {FORMAT}. "
+                f"{path} has format {shown_text(str(format))}, and this version of atoll reads format {FORMAT}. "
                 f"Resume with the version that saved it (see source.txt in the run's folder)."
             )
         try:

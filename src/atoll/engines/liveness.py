@@ -302,8 +302,8 @@ def append_log_line(log: Path, text: str) -> None:
 
 
 def rotate_log(log: Path, *, in_use: bool = False) -> None:
-    """Move a log that has grown beyond the limit. A log that its process keeps open, for appending, is copied and truncated. If the
-    disk is full, the log stays as it is."""
+    """Move a log that has grown beyond the limit. A log that its process keeps open, for appending, is copied and truncated: what
+    the process writes between the end of the copy and the truncation is lost. If the disk is full, the log stays as it is."""
     unfinished = _rotated(log, 0)
     with suppress(OSError):
         if log.stat().st_size <= LOG_LIMIT_BYTES:

@@ -299,7 +299,7 @@ def source() -> dict[str, str]:
     """Versions, machine, and the commit if atoll runs from a checkout."""
     return {
         "atoll": _version(),
-        "commit": _commit(),
+        **_commit(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
@@ -309,6 +309,9 @@ def source() -> dict[str, str]:
     }
 
 
+_WITH_CODE = "src", "benchmarks"
+
+
 def _version() -> str:
     try:
         return version("atoll")
@@ -316,18 +319,22 @@ def _version() -> str:
         return "not installed"
 
 
-def _commit() -> str:
+def _commit() -> dict[str, str]:
+    """The commit, and git's hashes of the folders with code: a commit that was not published can be found by these."""
     package = Path(atoll.__file__).resolve().parent
     root = package.parents[1]
     # Only atoll's own checkout counts: an installed copy may lie in a virtual environment of another repository.
     if package != root / "src" / "atoll" or not (root / ".git").exists():
-        return "not from a checkout"
+        return {"commit": "not from a checkout"}
     # Benchmark records and pages change no result.
     made_with = (".", ":(exclude)benchmarks/records", ":(exclude)docs", ":(exclude)*.md")
-    commit, status = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "--", *made_with)
-    if commit is None or status is None:
-        return "unknown (git did not answer)"
-    return f"{commit} (with changes that are not committed)" if status else f"{commit} (clean)"
+    status = _git(root, "status", "--porcelain", "--", *made_with)
+    commit, trees = _git(root, "rev-parse", "HEAD"), _git(root, "rev-parse", *(f"HEAD:{folder}" for folder in _WITH_CODE))
+    if commit is None or trees is None or status is None:
+        return {"commit": "unknown (git did not answer)"}
+    state = "with uncommitted changes" if status else "clean"
+    named = ", ".join(map(" ".join, zip(_WITH_CODE, trees.split(), strict=True)))
+    return {"commit": f"{commit} ({state})", "trees": f"{named} ({state})"}
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -21,6 +21,7 @@ from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.round_record import DeltaSimilarity, ExchangeRecord, RoundRecord, WallClock
 
 NAMES, NOW = ("a", "b"), StateVersion(3, 7)
+WORKING = frozenset(NAMES)
 STATE, DELTA_SUMMARY, LENGTH, TEXT, VOTE = range(5)
 """An island's control messages of one round, in order."""
 DELTA = torch.tensor([1.0, 5.0, 2.0, 4.0])
@@ -116,22 +117,22 @@ def protocol_of(rank, finder):
     return CommitProtocol(finder, mean, status, ExchangeTimeout(20.0), lambda text: None, patience_s=20.0), status
 
 
-def round_of(rank, link, group, compare=False):
+def round_of(rank, link, group, **proposed):
     """One island's round: its commit, or how it failed; and its suspects."""
     protocol, status = protocol_of(rank, Finder(link, group))
     report = IslandReport("run", status.address)
+    brought = {"weight": 64.0 * (rank + 1), "working": WORKING, **proposed}
     try:
-        proposal = Proposal(NOW, 1, report, Tree.of({"w": DELTA * (rank + 1)}), 64.0 * (rank + 1), compare=compare)
-        return protocol.commit(proposal), status.suspects
+        return protocol.commit(Proposal(NOW, 1, report, Tree.of({"w": DELTA * (rank + 1)}), **brought)), status.suspects
     except Once as error:
         return error, status.suspects
 
 
-def exchange_of_two(damage=None, message=None, *, compare=False):
+def exchange_of_two(damage=None, message=None, **proposed):
     link = Link()
     groups = [Group(link, 0, damage, message), Group(link, 1)]
     with ThreadPoolExecutor(2) as pool:
-        return [*pool.map(round_of, (0, 1), (link, link), groups, (compare, compare))]
+        return [*pool.map(lambda rank: round_of(rank, link, groups[rank], **proposed), (0, 1))]
 
 
 def flips(bit):
@@ -167,7 +168,7 @@ def two_rounds(rank, link, group):
     protocol, status = protocol_of(rank, finder)
     reported, sent = [], []
     for _ in range(2):
-        commit = protocol.commit(Proposal(NOW, 1, IslandReport("run", status.address), Tree.of({"w": DELTA}), 64.0))
+        commit = protocol.commit(Proposal(NOW, 1, IslandReport("run", status.address), Tree.of({"w": DELTA}), 64.0, WORKING))
         reported.append(commit.result.reports[rank].record.exchanges[0].control_bytes)
         sent.append(group.control_bytes_sent)
         finder.found = False
@@ -277,7 +278,37 @@ def test_the_receiver_of_a_damaged_vote_does_not_commit_and_its_sender_has_the_r
     assert isinstance(failed, Once)
 
 
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -8.0])
+def test_two_islands_commit_without_deltas_of_impossible_weights(weight):
+    for commit, suspects in exchange_of_two(weight=weight):
+        assert set(commit.result.rejected) == {0, 1}
+        assert (commit.delivered, commit.result.weight, suspects) == ([], 0.0, frozenset())
+        assert not commit.result.value.flat.any()
+
+
+def test_the_weight_of_an_island_without_work_does_not_count():
+    for commit, _ in exchange_of_two(working=frozenset("a")):
+        assert torch.equal(commit.result.value.flat, DELTA)
+        assert (commit.delivered, commit.result.rejected) == (["a"], {})
+
+
 SOUND = DeltaSummary(1.0, True, 2.0)
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, 1e300, 100.5, -8.0, -math.inf])
+def test_a_weight_that_no_delta_of_the_run_can_have_is_rejected_and_no_other_one(weight):
+    validator, false = UpdateValidator(10, most_weight=100.0), DeltaSummary(weight, True, 2.0)
+    (reason,) = validator.rejections([SOUND, false, DeltaSummary(100.0, True, 2.0)]).values()
+    assert reason == f"its weight is {weight:g}, and a delta of this run has one of 0 to 100"
+    validator.record([SOUND, false], rejected=[1])
+    assert validator.to_parts() == {"norms": [2.0]}
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -2.0])
+@pytest.mark.parametrize("limit", [10, math.inf])
+def test_a_norm_that_is_none_is_rejected_and_makes_no_other_norm_too_large(norm, limit):
+    deltas = [SOUND, DeltaSummary(1.0, True, norm), SOUND, SOUND]
+    assert UpdateValidator(limit).rejections(deltas) == {1: f"its delta has a norm of {norm:g}, which is none"}
 
 
 def test_a_delta_that_is_not_finite_is_rejected_from_the_first_round_on():

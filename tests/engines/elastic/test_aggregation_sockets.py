@@ -55,8 +55,9 @@ def committed(groups, deltas, weights, codec="fp32"):
     def one(group):
         rank = group.rank()
         collectives = GroupCollectives(group, timeout_s=30.0, chunk_bytes=40_000)
+        report, working = IslandReport("run", ""), frozenset(collectives.names)
         tree, encoding = Tree.of({"w": deltas[rank].clone()}), encoding_by(codec, rank)
-        proposal = Proposal(StateVersion(1, 1), 1, IslandReport("run", ""), tree, weights[rank], compare=True, encoding=encoding)
+        proposal = Proposal(StateVersion(1, 1), 1, report, tree, weights[rank], working, compare=True, encoding=encoding)
         states = [[1.0]] * len(groups)
         return ValidatedMean(UpdateValidator(5.0), WallClock())(collectives, states, proposal)
 

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
@@ -18,7 +19,7 @@ from atoll.engines.elastic import gateway as module
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayClient, GatewayNetwork, machine_client
-from atoll.engines.elastic.gateway_protocol import GatewayRefused, WrongGateway
+from atoll.engines.elastic.gateway_protocol import GatewayRefused, WrongGateway, wire_version
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.run_identity import RunSecrets
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, SnapshotServer, query_status
@@ -287,8 +288,7 @@ def asked(site, text=b"", **changes):
     credentials = site.invite()
     about = {
         "run": credentials.run_id,
-        "atoll": module.version("atoll"),
-        "protocol": 1,
+        "atoll": wire_version(),
         "name": "a",
         "to": "registry",
         "limit_s": 5,
@@ -310,7 +310,7 @@ def asked(site, text=b"", **changes):
         ({}, '"ok": true'),
         ({"run": "run-0123456789abcdef"}, "and not run-0123456789abcdef"),
         ({"atoll": "0.0.1"}, "and this island is of atoll 0.0.1"),
-        ({"protocol": 2}, "and this island is of atoll"),
+        ({"atoll": version("atoll")}, f'the run is of atoll {wire_version()}, and this island is of atoll {version("atoll")}"'),
         ({"name": "a\n:b"}, "letters, digits"),
         ({"name": ["a"]}, "letters, digits"),
         ({"to": "ssh"}, "there is no service 'ssh'"),

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import replace
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -230,6 +231,13 @@ def test_join_info_survives_its_text(toy):
     assert JoinInfo.from_text(join_info.to_text()) == join_info
 
 
+def test_join_info_of_another_protocol_is_refused_by_name(toy):
+    text = JoinInfo(toy(3), Elastic(processes=3), "127.0.0.1:99").to_text()
+    early, ours = {**json.loads(text), "atoll": version("atoll")}, version("atoll")
+    with pytest.raises(ConfigError, match=rf"run is of atoll {ours}, and this is atoll {ours}, protocol 2\. All islands"):
+        JoinInfo.from_text(json.dumps(early))
+
+
 def test_an_island_that_fetched_the_state_observes_though_it_holds_a_lease(threaded, toy):
     live = threaded(toy(2, "train.steps=16"), Elastic(processes=2))
     for thread in live.start("island-0001", "island-0000", dies_after=3):
@@ -276,6 +284,34 @@ def test_the_tokens_of_an_undeliverable_unit_are_not_counted(threaded, toy):
     (finished,) = live.events(RunFinished)
     delivered = sum(len(event.delivered) for event in live.events(Leased))
     assert (delivered, finished.tokens) == (3, 3 * 2 * 8)
+
+
+class FalseWeights:
+    """An algorithm whose first deltas have these weights."""
+
+    def __init__(self, algorithm, weights):
+        self._algorithm, self._weights = algorithm, weights
+        self.steps_per_round, self.init = algorithm.steps_per_round, algorithm.init
+
+    async def round(self, state, replica, peers):
+        def mean(tree, weight, **how):
+            return peers.mean(tree, self._weights.pop(0) if self._weights else weight, **how)
+
+        return await self._algorithm.round(state, replica, SimpleNamespace(work=peers.work, catch_up=peers.catch_up, mean=mean))
+
+
+def test_an_island_of_impossible_weights_is_refused_and_the_others_commit(threaded, toy):
+    false = [float("nan"), 1e300, -8.0]
+    live = threaded(toy(3), Elastic(processes=3))
+    live.interpose = lambda algorithm, membership, status, log: (
+        FalseWeights(algorithm, false) if status.name == "island-0002" else algorithm,
+        membership,
+    )
+    live.finish(live.start(*map(island_name, range(3))))
+    assert [event.island for event in live.events(Refused)] == [2, 2, 2]
+    assert [event.attempts for event in live.events(Attended)] == [1] * 5
+    units = Counter(tuple(unit[1:]) for event in live.events(Leased) for unit in event.delivered)
+    assert (len(units), {*units.values()}) == (12, {1})
 
 
 def test_a_state_is_not_fetched_while_a_newer_one_is_about_to_follow(threaded, toy):

@@ -10,12 +10,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ExchangeFailed
+from atoll.core.flat_tree import Tree
+from atoll.core.serialization import pack
 from atoll.engines.elastic import snapshot_server
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, fetch_snapshot, query_status
 from atoll.engines.elastic.state_version import StateVersion
+from atoll.engines.shared_and_sharded_state import shared_fields
+from atoll.optim.torch_optimizers import TorchOptimizer
 
 HOST = "127.0.0.1"
 STATUS = IslandStatus("a", True, phase=IslandPhase.JOINED, version=StateVersion(3, 7), suspects=frozenset("b"))
@@ -206,21 +212,48 @@ def test_a_client_that_sends_its_query_a_byte_at_a_time_is_dropped(server, monke
         ({"w": ["float32", [1 << 50]]}, r"'w' is float32 of shape \(1125899906842624,\), and this run has float32 of shape \(4,\)"),
         ({"w": ["float64", [4]]}, "is float64 of shape"),
         ({"w": ["float32", [2, 2]]}, "and this run has float32 of shape"),
-        ({"w": ["float32", [4]], "x": ["int8", [1 << 50]]}, "'x' is int8 of shape"),
+        ({"w": ["float32", [4]], "x": ["float32", [4]]}, "no tensor of this run is called 'x'"),
+        ({"w": ["float32", [4]], "moments.x": ["float32", [4]]}, "no tensor of this run is called 'moments.x'"),
+        (
+            {"w": ["float32", [4]], "outer.x": ["int8", [1 << 50]]},
+            "its tensors have 1125899906842640 bytes, and this run needs 64 at most",
+        ),
+        (
+            {"w": ["float32", [4]], **{f"outer.{i}": ["float32", [4]] for i in range(4)}},
+            "its tensors have 80 bytes, and this run needs 64",
+        ),
         ({}, "it lacks w"),
         ({"w": ["float32", [-4]]}, "'-4' is no length"),
         ({"w": ["float32", [True]]}, "'True' is no length"),
         ({"w": ["Tensor", [4]]}, "'Tensor' is no dtype"),
         ({"w": ["float32", 4]}, "not iterable"),
         ({"w": [["float32"], [4]]}, "is no dtype"),
-        ({"w": ["float32", [4]], **{f"w{i}": ["float32", [4]] for i in range(9)}}, "it has 10 tensors"),
+        ({"w": ["float32", [4]], **{f"outer.{i}": ["float32", [0]] for i in range(99)}}, "it has 100 tensors"),
         ([], "could be fetched"),
     ],
 )
 def test_no_memory_is_taken_for_tensors_that_the_run_does_not_have(tensors, says):
     answer = json.dumps({"header": {}, "tensors": tensors, "age_s": 0.0}).encode() + b"\n"
     with pytest.raises(ExchangeFailed, match=says):
-        fetch_snapshot(answering(answer), 5.0, DirectNetwork(HOST), {"w": torch.zeros(4)})
+        fetch_snapshot(answering(answer), 5.0, DirectNetwork(HOST), {"w": torch.zeros(4), "outer": ()})
+
+
+@pytest.mark.parametrize("name", ["Adadelta", "AdamW", "NAdam", "SGD"])
+def test_a_state_that_an_outer_rule_of_torch_has_extended_is_received_with_inner_moments(server, name):
+    algorithm, params = (
+        DiLoCo(inner_steps=1, outer=TorchOptimizer(name=name, lr=0.1)),
+        Tree.of({"w": torch.ones(3, 2), "b": torch.ones(3)}),
+    )
+    before = shared_fields(algorithm.init(params, None))
+    after, outer = algorithm.outer.update(params, params, before["outer"])
+    weights = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))]
+    inner = torch.optim.AdamW(weights, amsgrad=True)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    inner.step()
+    tensors = pack({"params": after, "outer": outer, "moments": [*map(dict, inner.state.values())]}).tensors
+    server.publish(Snapshot({}, tensors))
+    assert fetch_snapshot(server.address, 5.0, DirectNetwork(""), before, weights).tensors.keys() == tensors.keys()
 
 
 def test_idle_connections_make_few_threads_and_hinder_no_query(server):

@@ -59,8 +59,10 @@ def test_a_state_has_the_digest_that_was_recorded_or_another():
     assert differing_digest(shared, {**metadata, "digest": None}) == recorded
     assert differing_digest(shared, {**metadata, "known": {"b": 0}, "digest": recorded}) not in (None, recorded)
     early = "059c4fd8"  # as the CRC-32 of early checkpoints
-    assert differing_digest(shared, {**metadata, "digest": early}) is None
-    assert differing_digest(shared, {**metadata, "leases": [2], "digest": early}) not in (None, early)
+    assert differing_digest(shared, {**metadata, "digest": early}, of_checkpoint=True) is None
+    assert differing_digest(shared, {**metadata, "leases": [2], "digest": early}, of_checkpoint=True) not in (None, early)
+    assert differing_digest(shared, {**metadata, "digest": early}) == recorded, "of an island"
+    assert differing_digest(shared, {**metadata, "digest": recorded}, of_checkpoint=True) is None
 
 
 def test_a_checksum_is_the_upper_part_of_xxh3():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,17 +49,21 @@ class DeltaSummary(NamedTuple):
     norm: float
 
 
+_NO_DELTA = DeltaSummary(0.0, True, 0.0)
+
+
 class UpdateValidator:
     """Rejects deltas that are not finite, or whose norm exceeds `limit` times the median of recent rounds; in the first rounds, of
-    the deltas beside it. A limit of infinity rejects only what is not finite."""
+    the deltas beside it. A limit of infinity rejects only what is not finite. A weight must be finite, not negative and at most
+    `most_weight`: weights and norms are what islands announce, and one impossible number would spoil the mean of all."""
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, limit: float, most_weight: float = sys.float_info.max) -> None:
+        self._limit, self._most_weight = limit, most_weight
         self._norms: list[float] = []
 
     def rejections(self, deltas: Sequence[DeltaSummary]) -> dict[int, str]:
         """The reasons to reject deltas, by rank."""
-        norms = [one.norm for one in deltas if one.weight and one.finite]
+        norms = [one.norm for one in deltas if one.weight and not self._impossible(one)]
         known = self._norms if len(self._norms) >= NORM_SAMPLES else norms
         usual = median(known) if len(known) >= NORM_SAMPLES else 0.0
         reasons = {rank: self._reason(one, usual) for rank, one in enumerate(deltas) if one.weight}
@@ -70,9 +75,17 @@ class UpdateValidator:
         if accepted:
             self._norms = [*self._norms, median(accepted)][-NORM_WINDOW:]
 
-    def _reason(self, one: DeltaSummary, usual: float) -> str:
+    def _impossible(self, one: DeltaSummary) -> str:
+        """What no sound delta of this run can announce; "" if there is nothing. NaN is in no range."""
+        if not 0 <= one.weight <= self._most_weight:
+            return f"its weight is {one.weight:g}, and a delta of this run has one of 0 to {self._most_weight:g}"
         if not one.finite:
             return "its delta is not finite"
+        return "" if 0 <= one.norm < math.inf else f"its delta has a norm of {one.norm:g}, which is none"
+
+    def _reason(self, one: DeltaSummary, usual: float) -> str:
+        if impossible := self._impossible(one):
+            return impossible
         if usual and one.norm > self._limit * usual:
             return (
                 f"its delta has a norm of {one.norm:.3g}, {one.norm / usual:.6g} times what is usual ({usual:.3g}); "
@@ -163,7 +176,9 @@ class ValidatedMean:
             return self._vote(collectives, states, proposal, nothing, None, [], {}, 0.0)
         tree, start_s = proposal.tree, self._clock.now_s()
         rows = self._announce(collectives, tree, proposal)
-        deltas = [*map(_summary, rows)]
+        # An island without a lease has nothing to deliver, whatever it announces.
+        working = [name in proposal.working for name in collectives.names]
+        deltas = [_summary(row) if works else _NO_DELTA for row, works in zip(rows, working, strict=True)]
         rejected = self._validator.rejections(deltas)
         weights = [0.0 if rank in rejected else one.weight for rank, one in enumerate(deltas)]
         total = float(sum(weights))
@@ -186,7 +201,7 @@ class ValidatedMean:
         record.exchanges = [exchange]
         proposal = replace(proposal, report=replace(proposal.report, record=record))
         agreement = self._vote(collectives, states, proposal, mean, sums, rows, rejected, total)
-        return replace(agreement, unsent=unsent if weights[collectives.rank] else None)
+        return replace(agreement, deltas=deltas, unsent=unsent if weights[collectives.rank] else None)
 
     def _announce(self, collectives: GroupCollectives, tree: Tree, proposal: Proposal) -> list[list[float]]:
         """All members' summaries, and the checksums of the slices that each sends, by receiving rank; 0 for its own slice, which
@@ -268,7 +283,7 @@ class ValidatedMean:
         if malformed is not None:
             raise malformed
         self._vote_bytes = collectives.control_bytes - before_bytes
-        return Agreement(value, [*map(_summary, rows)], rejected, weight, reports, collectives.rank)
+        return Agreement(value, (), rejected, weight, reports, collectives.rank)
 
 
 def _read_reports(names: Sequence[str], texts: Sequence[str], own: RoundRecord) -> tuple[list[IslandReport], Disagreement | None]:

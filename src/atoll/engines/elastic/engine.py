@@ -41,6 +41,7 @@ from atoll.engines.elastic.state_version import (
     state_digest,
 )
 from atoll.engines.liveness import ExchangeTimeout
+from atoll.engines.own_code import LoopBatches
 from atoll.engines.round_record import WallClock
 from atoll.engines.shared_and_sharded_state import owned, residuals, restarted, shared_fields, trees_to_device, with_shared
 from atoll.replica.local_replica import LocalReplica
@@ -48,6 +49,11 @@ from atoll.runs.run_settings import Run
 
 _EPOCH_GAP = 1 << 20
 """A commit without failures takes at most 256 epochs, so 4,096 commits after a checkpoint take no more than this."""
+
+_WEIGHT_MARGIN = 1024
+"""A batch may have so many times the tokens of the first one: examples that are padded differ in length."""
+_LOOP_TOKENS = 1 << 32
+"""More tokens than a batch has, where a user's loop counts its own."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +110,11 @@ class ElasticEngine:
         self.clock = WallClock()
         self.version = StateVersion(0, 0)
         self.accounting = ElasticAccounting()
-        self._validator = UpdateValidator(spec.max_delta_ratio)
-        mean = ValidatedMean(self._validator, self.clock)
         enough, patience_s = quorum_of(run), spec.quorum_timeout_s
-        self._protocol = CommitProtocol(membership, mean, status, ExchangeTimeout(None), log, patience_s, enough)
         self._batches_per_round = algorithm.steps_per_round * getattr(algorithm, "accumulation", 1)
+        self._validator = UpdateValidator(spec.max_delta_ratio, _most_weight(batches, self._batches_per_round))
+        mean = ValidatedMean(self._validator, self.clock)
+        self._protocol = CommitProtocol(membership, mean, status, ExchangeTimeout(None), log, patience_s, enough)
         self._planned_islands = run.effective_cluster.islands
         units = -(-run.train.steps // algorithm.steps_per_round) * self._planned_islands  # however many islands deliver them
         self._fragmented, offsets = hasattr(algorithm, "offsets"), getattr(algorithm, "offsets", (0,))
@@ -345,7 +351,7 @@ class ElasticEngine:
         none. Raises ExchangeFailed if the state does not match its digest, and the error of a malformed part; then nothing has
         changed."""
         shared = trees_to_device(dict(shared), self.replica.device)
-        if (found := differing_digest(shared, metadata)) is not None:
+        if (found := differing_digest(shared, metadata, of_checkpoint=donor is None)) is not None:
             raise ExchangeFailed(
                 f"the state of round {metadata['version'][0]} from {donor or 'a checkpoint'} is damaged: it was committed as "
                 f"{metadata['digest']}, and is {found}. Use another island's."
@@ -373,3 +379,11 @@ class ElasticEngine:
 
 def _donates_params(state: Any) -> bool:
     return any(f.name == "params" and f.metadata.get("donated") for f in fields(state))
+
+
+def _most_weight(batches: Batches, batches_per_round: int) -> float:
+    """What a delta of one round weighs at most: deltas are weighted by 1, by the examples of a shard, or by the tokens of their
+    batches. All islands read the same data, and so come to the same."""
+    loops = isinstance(batches, LoopBatches)
+    tokens = _LOOP_TOKENS if loops else _WEIGHT_MARGIN * max(1, batches.tokens(batches.batch(0, 0)))
+    return float(max(tokens * batches_per_round, *map(batches.examples, range(batches.num_shards))))

@@ -17,7 +17,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Any
 
 from atoll.core.errors import ConfigError
@@ -26,12 +25,12 @@ from atoll.engines.elastic.gateway_protocol import (
     LINE_BYTES,
     LONGEST_WAIT_S,
     LOOPBACK,
-    PROTOCOL,
     STREAM,
     Stream,
     keep_alive,
     read_line,
     send_line,
+    wire_version,
 )
 from atoll.engines.elastic.run_identity import MACHINE, RunSecrets
 from atoll.engines.elastic.spec import NAME
@@ -199,8 +198,8 @@ class Gateway:
             raise _Refusal(f"the join file {identity} was revoked. Ask for a new one", final=True)
         if asked.get("run") != credentials.run_id:
             raise _Refusal(f"this is {credentials.run_id}, and not {_shown(asked.get('run'))}", final=True)
-        if asked.get("protocol") != PROTOCOL or asked.get("atoll") != version("atoll"):
-            ours, theirs = version("atoll"), _shown(asked.get("atoll"))
+        if asked.get("atoll") != wire_version():
+            ours, theirs = wire_version(), _shown(asked.get("atoll"))
             raise _Refusal(f"the run is of atoll {ours}, and this island is of atoll {theirs}", final=True)
         if not isinstance(asked.get("name"), str) or not NAME.fullmatch(asked["name"]):
             raise _Refusal("an island's name consists of letters, digits, dots and dashes", final=True)

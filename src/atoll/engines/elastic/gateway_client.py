@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 
 from atoll.core.errors import ConfigError, ExchangeFailed
@@ -18,7 +17,6 @@ from atoll.engines.elastic.gateway_protocol import (
     HANDSHAKE_S,
     LONGEST_WAIT_S,
     LOOPBACK,
-    PROTOCOL,
     STREAM,
     GatewayRefused,
     Stream,
@@ -26,6 +24,7 @@ from atoll.engines.elastic.gateway_protocol import (
     keep_alive,
     read_line,
     send_line,
+    wire_version,
 )
 from atoll.engines.elastic.run_identity import IDENTITY, Credentials, JoinFile, RunSecrets, server_name
 from atoll.engines.elastic.spec import NAME, JoinInfo, is_dialled
@@ -95,7 +94,7 @@ class GatewayClient:
             tls = stream = credentials.client_context().wrap_socket(
                 stream, server_hostname=server_name(credentials.run_id, identity)
             )
-            about = {"run": credentials.run_id, "atoll": version("atoll"), "protocol": PROTOCOL, "name": self.name}
+            about = {"run": credentials.run_id, "atoll": wire_version(), "name": self.name}
             with suppress(OSError):  # if the gateway refuses the certificate, the reason can still be read
                 # The gateway is to give up, and to say so, before this end does.
                 send_line(tls, **about, to=service, limit_s=min(0.8 * _left_s(deadline_s), LONGEST_WAIT_S))

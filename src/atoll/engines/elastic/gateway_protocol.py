@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import socket
 from contextlib import suppress
+from importlib.metadata import version
 from typing import Any, TypeAlias
 
 from atoll.core.errors import ConfigError
 from atoll.engines.socket_transport import receive_line
 
-PROTOCOL = 1
+PROTOCOL = 2
+"""Of all that the islands of a run send each other. 2: checksums are XXH3; 1: CRC-32."""
 LOOPBACK = "127.0.0.1"
 HANDSHAKE_S = 10.0
 """The longest that a connection may remain without a certificate."""
@@ -28,6 +30,11 @@ class GatewayRefused(ConfigError):
 
 class WrongGateway(ConfigError):
     """The address belongs to another run, or to the same run with other certificates."""
+
+
+def wire_version() -> str:
+    """What all islands of a run have in common, in words: between two releases of atoll the protocol may change, too."""
+    return f"{version('atoll')}, protocol {PROTOCOL}"
 
 
 def keep_alive(connection: Stream) -> None:

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from atoll.engines.elastic.commit import StaleState
 from atoll.engines.elastic.commit_log import CommitLog, CommitRecord
 from atoll.engines.elastic.direct_network import QUERY_S, DirectNetwork
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
+from atoll.engines.elastic.gateway_protocol import wire_version
 from atoll.engines.elastic.gpu_claims import claim_devices, island_number
 from atoll.engines.elastic.leader_event_log import LeaderLog, RunAlreadyFinished
 from atoll.engines.elastic.membership import Evicted, Membership
@@ -146,7 +146,7 @@ class IslandProcess:
         self._leader_log = leader_log(folder) if folder is not None else None
         self._origin: dict[str, str | None] = {
             **prepared.origin,
-            "atoll": version("atoll"),
+            "atoll": wire_version(),
             "torch": torch.__version__.partition("+")[0],
         }
         sources = self._registry, self._membership, self._leader_log, self._commit_log

@@ -189,7 +189,7 @@ class LeaderLog:
         self._log(f"{engine.name} leads: it writes the event log from round {engine.version.round} on")
         try:
             return self._take_lease()
-        except LeaseLost as error:  # a frozen leader has woken and written its last line: read the log again
+        except LeaseLost as error:  # the former leader was stopped, runs again and has written its last line: read the log again
             self._log(str(error))
             return self._take_lease()
 

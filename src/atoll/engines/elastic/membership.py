@@ -96,8 +96,8 @@ class Membership:
         """Identify the last quorum, and the quorum that the process group belongs to."""
 
     def ended(self, members: Collection[str]) -> set[str]:
-        """Those of these members that are known to have ended: it was reported, or they were on this machine, whose kernel refuses
-        connections to their address."""
+        """Those of these members that are known to have ended: it was reported, or they were on this machine and
+        connections to their address are refused."""
         found = ended_among(members, self._reported())
         return found | {one for one in members if one not in found and self.network.refuses(one.rpartition("@")[2])}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from atoll.core.errors import CheckpointError, ExchangeFailed, one_line
-from atoll.core.serialization import Packed, pack, unpack
+from atoll.core.serialization import Packed, unpack
 from atoll.engines.checkpoints import Checkpoint
 from atoll.engines.elastic.commit_log import CommitLog
 from atoll.engines.elastic.direct_network import QUERY_S
@@ -209,9 +209,8 @@ class Recovery:
     def _fetch(self, engine: ElasticEngine, holder: IslandStatus, at_least: StateVersion) -> str:
         """Fetch this island's state; "" if that fails, or the state is older."""
         try:
-            expected = pack(engine.shared()).tensors
             network, weights = self._membership.network, engine.replica.optimizer_parameters
-            snapshot = fetch_snapshot(holder.address, _FETCH_LIMIT_S, network, expected, weights)
+            snapshot = fetch_snapshot(holder.address, _FETCH_LIMIT_S, network, engine.shared(), weights)
             if snapshot is None:
                 return ""
             header, metadata = snapshot.header, _checked_metadata(snapshot.header)

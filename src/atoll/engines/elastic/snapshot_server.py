@@ -12,6 +12,7 @@ query or an exchange is passed on to the member of that name: for islands that c
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import socketserver
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.core.serialization import pack
 from atoll.engines.elastic.direct_network import QUERY_S, DirectNetwork
 from atoll.engines.elastic.state_version import NO_VERSION, Checksum, StateVersion
 from atoll.engines.socket_transport import AcceptedConnections, receive_line, splice
@@ -43,6 +45,9 @@ _CHUNK_BYTES = 1 << 20
 _HEADER_LIMIT_BYTES, _STATUS_LIMIT_BYTES = 64 << 20, 1 << 20
 _QUERY_LIMIT_BYTES = 512
 _MOST_RELAYS = 64
+_MOST_GROWTH, _MOST_TENSORS = 4, 16
+"""A snapshot has at most so many times the bytes and tensors of a state before the first update. Of torch's optimizers none keeps
+more than three moments of each weight and a few numbers."""
 _EXCHANGE = re.compile(rb"exchange ([0-9a-f]{8,64}) ([0-9]{1,5})")
 _RELAY = re.compile(rb"relay (\S+) (status|exchange [0-9a-f]{8,64} [0-9]{1,5})")
 
@@ -334,11 +339,11 @@ def fetch_snapshot(
     address: str,
     limit_s: float,
     network: DirectNetwork = _DIRECT,
-    expected: Mapping[str, Tensor] | None = None,
+    expected: Mapping[str, Any] | None = None,
     moments_of: Sequence[Tensor] = (),
 ) -> Snapshot | None:
     """The snapshot that the island at this address serves; None if it serves none. Raises ExchangeFailed if the island does not
-    answer, or the snapshot is damaged or has other tensors than those `expected` and moments of these weights."""
+    answer, or the snapshot is damaged or has other tensors than the shared fields `expected` and moments of these weights."""
     try:
         with _request(network, address, "snapshot", limit_s) as connection, connection.makefile("rb") as file:
             return _receive(file, expected, moments_of)
@@ -346,7 +351,7 @@ def fetch_snapshot(
         raise ExchangeFailed(f"no snapshot could be fetched from {address}: {error}. Another island may have it.") from error
 
 
-def _receive(file: Any, expected: Mapping[str, Tensor] | None, moments_of: Sequence[Tensor]) -> Snapshot | None:
+def _receive(file: Any, expected: Mapping[str, Any] | None, moments_of: Sequence[Tensor]) -> Snapshot | None:
     line = file.readline(_HEADER_LIMIT_BYTES)
     if not line.endswith(b"\n"):
         raise EOFError("it ended in its first line")
@@ -357,7 +362,7 @@ def _receive(file: Any, expected: Mapping[str, Tensor] | None, moments_of: Seque
         return None
     kinds = {str(name): (_dtype(dtype), tuple(map(_length, shape))) for name, (dtype, shape) in description["tensors"].items()}
     if expected is not None:
-        _check_kinds(kinds, {name: _kind(tensor) for name, tensor in expected.items()}, [*map(_kind, moments_of)])
+        _check_kinds(kinds, expected, moments_of)
     tensors, checksum = {}, Checksum()
     for name, (dtype, shape) in kinds.items():
         tensor = tensors[name] = torch.empty(shape, dtype=dtype)
@@ -377,21 +382,29 @@ def _kind(tensor: Tensor) -> _Kind:
     return tensor.dtype, tuple(tensor.shape)
 
 
-def _check_kinds(given: Mapping[str, _Kind], expected: Mapping[str, _Kind], moments: Sequence[_Kind]) -> None:
-    """Refuse tensors that this run's model and algorithm do not have, before memory is taken for them. A rule's state may grow by
-    tensors of the model's shapes, and moments have the shapes of single weights, or count steps."""
-    more = {*expected.values(), *moments, (torch.float32, ())} if moments else {*expected.values()}
-    for name, kind in given.items():
-        if kind != expected[name] if name in expected else kind not in more:
-            raise ValueError(f"its tensor {name[:80]!r} is {_text(kind)}, and this run has {_text(expected.get(name))}")
-    if missing := [name for name in expected if name not in given]:
-        raise ValueError(f"it lacks {', '.join(missing[:3])}")
-    if len(given) > 4 * (len(expected) + len(moments)):
+def _check_kinds(given: Mapping[str, _Kind], shared: Mapping[str, Any], moments_of: Sequence[Tensor]) -> None:
+    """Refuse tensors that this run's model and algorithm do not have, before memory is taken for them. A rule's state may grow, by
+    tensors within the shared fields; moments of the weights lie beside these. All together may have a few times the bytes of the
+    fields as they are here and of one moment."""
+    expected = pack(shared).tensors
+    for name, tensor in expected.items():
+        if given.get(name) != _kind(tensor):
+            if name not in given:
+                raise ValueError(f"it lacks {name}")
+            raise ValueError(f"its tensor {name[:80]!r} is {_text(given[name])}, and this run has {_text(_kind(tensor))}")
+    fields = {*shared, *(["moments"] if moments_of else [])}
+    if others := [name for name in given if name not in expected and name.partition(".")[0] not in fields]:
+        raise ValueError(f"no tensor of this run is called {others[0][:80]!r}")
+    own = sum(tensor.nbytes for tensor in expected.values()) + sum(4 * tensor.numel() for tensor in moments_of)
+    total = sum(dtype.itemsize * math.prod(shape) for dtype, shape in given.values())
+    if total > _MOST_GROWTH * own:
+        raise ValueError(f"its tensors have {total} bytes, and this run needs {_MOST_GROWTH * own} at most")
+    if len(given) > _MOST_TENSORS * (len(expected) + len(moments_of) + 1):
         raise ValueError(f"it has {len(given)} tensors, and this run {len(expected)}")
 
 
-def _text(kind: _Kind | None) -> str:
-    return "none of that name" if kind is None else f"{str(kind[0]).removeprefix('torch.')} of shape {kind[1]}"
+def _text(kind: _Kind) -> str:
+    return f"{str(kind[0]).removeprefix('torch.')} of shape {kind[1]}"
 
 
 def _dtype(name: Any) -> torch.dtype:

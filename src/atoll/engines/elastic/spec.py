@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -14,6 +13,7 @@ from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import OrInfinite, Timeout, hints_of, shown_text
 from atoll.core.errors import ConfigError, one_line
 from atoll.core.verified_files import parse_json
+from atoll.engines.elastic.gateway_protocol import wire_version
 from atoll.engines.network_interfaces import is_loopback
 from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec, is_dialled as is_dialled
 from atoll.runs.run_settings import Run
@@ -193,7 +193,7 @@ class JoinInfo:
             return None
 
     def to_text(self) -> str:
-        record = {"run": to_json(self.run), "spec": asdict(self.spec), "atoll": version("atoll"), "first": self.first}
+        record = {"run": to_json(self.run), "spec": asdict(self.spec), "atoll": wire_version(), "first": self.first}
         return json.dumps({**record, "lighthouse": self.lighthouse, "registry": self.registry, "run_id": self.run_id})
 
     @staticmethod
@@ -201,10 +201,10 @@ class JoinInfo:
         """What `to_text` wrote. Raises ConfigError if this is of another version of atoll, or anything else."""
         try:
             record = parse_json(text)
-            if record["atoll"] != version("atoll"):
+            if record["atoll"] != wire_version():
                 theirs = shown_text(str(record["atoll"]))
                 raise ConfigError(
-                    f"the run is of atoll {theirs}, and this is atoll {version('atoll')}. All islands of a run need the same "
+                    f"the run is of atoll {theirs}, and this is atoll {wire_version()}. All islands of a run need the same "
                     f"version: install {theirs} here."
                 )
             settings = {name: from_json(value, name, hints_of(Elastic)[name]) for name, value in record["spec"].items()}
@@ -218,7 +218,7 @@ class JoinInfo:
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"what describes the run to a joiner cannot be read ({one_line(error)}). Start the run again with this version of "
-                f"atoll, {version('atoll')}."
+                f"atoll, {wire_version()}."
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""A process that the supervisor keeps alive, and how long it waits after a death until it restarts the process."""
+"""A process that the supervisor keeps alive, and the delay between the end of that process and its restart."""
 
 from __future__ import annotations
 
