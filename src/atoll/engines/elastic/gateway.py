@@ -25,7 +25,6 @@ from atoll.engines.elastic.gateway_protocol import (
     HANDSHAKE_S,
     LINE_BYTES,
     LONGEST_WAIT_S,
-    LOOPBACK,
     PROTOCOL,
     STREAM,
     Stream,
@@ -35,6 +34,7 @@ from atoll.engines.elastic.gateway_protocol import (
 )
 from atoll.engines.elastic.run_identity import MACHINE, RunSecrets
 from atoll.engines.elastic.spec import NAME
+from atoll.engines.network_interfaces import LOOPBACK
 from atoll.engines.socket_transport import splice
 
 MAX_UNAUTHENTICATED = 64

@@ -17,7 +17,6 @@ from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway_protocol import (
     HANDSHAKE_S,
     LONGEST_WAIT_S,
-    LOOPBACK,
     PROTOCOL,
     STREAM,
     GatewayRefused,
@@ -28,7 +27,8 @@ from atoll.engines.elastic.gateway_protocol import (
     send_line,
 )
 from atoll.engines.elastic.run_identity import IDENTITY, Credentials, JoinFile, RunSecrets, server_name
-from atoll.engines.elastic.spec import NAME, JoinInfo, is_dialled
+from atoll.engines.elastic.spec import NAME, JoinInfo
+from atoll.engines.network_interfaces import LOOPBACK, is_dialled
 from atoll.engines.socket_transport import splice
 
 SERVICES = ("registry", "lighthouse")

@@ -11,7 +11,6 @@ from atoll.core.errors import ConfigError
 from atoll.engines.socket_transport import receive_line
 
 PROTOCOL = 1
-LOOPBACK = "127.0.0.1"
 HANDSHAKE_S = 10.0
 """The longest that a connection may remain without a certificate."""
 LINE_BYTES = 4096

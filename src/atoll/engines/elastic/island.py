@@ -35,6 +35,7 @@ from atoll.engines.elastic.snapshot_server import SILENT_S, IslandPhase, IslandS
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import log_while_waiting
+from atoll.engines.network_interfaces import LOOPBACK
 from atoll.engines.own_code import LoopWorkload
 from atoll.engines.run_lifecycle import RunResults, RunTask
 from atoll.engines.spec import write_spec
@@ -403,7 +404,7 @@ class IslandProcess:
             path = expanded(self._own.rescue_dir or f"atoll-rescue-{self._run.recipe}-{stamp}-{os.getpid()}").absolute()
             folder = RunFolder.create(path, self._join_info.run, sys.argv)
             # This machine is not the one that the run listened on, and had one island of the run.
-            write_spec(path, replace(self._spec, listen="127.0.0.1:0", advertise="", processes=1, devices=self._device_count))
+            write_spec(path, replace(self._spec, listen=f"{LOOPBACK}:0", advertise="", processes=1, devices=self._device_count))
             leader_log = self._make_leader_log(folder)
             self._learn_warm_start(leader_log)
             leader_log.rescue(self._engine)

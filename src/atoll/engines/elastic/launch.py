@@ -38,13 +38,13 @@ from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, check_free
 from atoll.engines.elastic.retry import retry
 from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
-from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address, is_dialled
+from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
 from atoll.engines.elastic.standby import SecuredStandby, TrustedStandby
 from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervised_process import STATELESS
 from atoll.engines.elastic.supervisor import ProcessHooks, Supervisor
 from atoll.engines.liveness import append_log_line, exit_with, log_while_waiting, write_log_line
-from atoll.engines.network_interfaces import free_port, is_loopback
+from atoll.engines.network_interfaces import LOOPBACK, free_port, is_dialled, is_loopback
 from atoll.engines.own_code import LoopMember, LoopWorkload, load_own_code
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import read_spec, with_settings, write_spec
@@ -385,7 +385,7 @@ def folder_copy(path: Path, join_info: JoinInfo) -> Iterator[Path]:
         folder = RunFolder.create(path, join_info.run, sys.argv)
     with folder.lock():
         # Resumed on this machine the run has one island at first, and listens where its user says.
-        write_spec(folder.path, replace(join_info.spec, listen="127.0.0.1:0", advertise="", processes=1))
+        write_spec(folder.path, replace(join_info.spec, listen=f"{LOOPBACK}:0", advertise="", processes=1))
         yield folder.path
 
 

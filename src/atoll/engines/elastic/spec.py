@@ -14,8 +14,8 @@ from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import OrInfinite, Timeout, hints_of, shown_text
 from atoll.core.errors import ConfigError, one_line
 from atoll.core.verified_files import parse_json
-from atoll.engines.network_interfaces import is_loopback
-from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec, is_dialled as is_dialled
+from atoll.engines.network_interfaces import LOOPBACK, is_dialled, is_loopback
+from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
 from atoll.runs.run_settings import Run
 from atoll.runs.validation import check_devices_share_batch
 
@@ -58,7 +58,7 @@ class Elastic(ProcessSpec):
     start_timeout_s: Timeout = 60.0
     heartbeat_timeout_s: Timeout = 1.0
     max_delta_ratio: OrInfinite = 25.0
-    listen: str = "127.0.0.1:0"
+    listen: str = f"{LOOPBACK}:0"
     advertise: str = ""
     network: Literal["tls", "trusted"] = "tls"
     devices: int = 1
@@ -160,6 +160,25 @@ def check_address(address: str) -> None:
         )
 
 
+def check_server(address: str) -> None:
+    """Refuse what is no address of one registry or lighthouse."""
+    if not is_dialled(address):
+        raise ConfigError(f"{shown_text(address)} is no address of a registry or a lighthouse: it is HOST:PORT over IPv4.")
+
+
+def is_island_address(address: str) -> bool:
+    """Whether an island may have this address: HOST:PORT; or in a run with a gateway `island:NAME`, and on the gateway's machine
+    with a port behind it.
+
+    >>> [is_island_address(one) for one in ("192.0.2.7:7000", "island:box-1", "island:box-1:7000", "box-1", "island:box-1:0", "")]
+    [True, True, True, False, False, False]
+    """
+    kind, _, rest = address.partition(":")
+    name, colon, port = rest.partition(":")
+    by_name = kind == "island" and NAME.fullmatch(name) and (not colon or is_dialled(f"{LOOPBACK}:{port}"))
+    return bool(by_name) or is_dialled(address)
+
+
 @dataclass(frozen=True)
 class JoinInfo:
     """What a joiner fetches from the rendezvous."""
@@ -212,7 +231,8 @@ class JoinInfo:
             first = None
             if record["first"] is not None:
                 own_registry, own_lighthouse = map(str, record["first"])
-                check_address(f"{own_registry},{own_lighthouse}")
+                check_server(own_registry)
+                check_server(own_lighthouse)
                 first = own_registry, own_lighthouse
             return JoinInfo(from_json(record["run"], hint=Run), Elastic(**settings), lighthouse, registry, run_id, first)
         except (ValueError, LookupError, TypeError, AttributeError) as error:

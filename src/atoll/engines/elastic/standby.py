@@ -17,12 +17,11 @@ from atoll.core.verified_files import write_text
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayNetwork, own_address
-from atoll.engines.elastic.gateway_protocol import LOOPBACK
 from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous
 from atoll.engines.elastic.run_identity import IDENTITY, JoinFile, RunSecrets
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.liveness import Heartbeat
-from atoll.engines.network_interfaces import free_port
+from atoll.engines.network_interfaces import LOOPBACK, free_port
 
 _FETCH_S = 1.0
 """How often the list of revoked join files is fetched."""

@@ -30,7 +30,7 @@ from atoll.engines.elastic.run_identity import run_id_of
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.supervised_process import BACKOFF, Child
 from atoll.engines.liveness import Heartbeat, append_log_line, last_error, last_lines, rotate_log
-from atoll.engines.network_interfaces import free_port
+from atoll.engines.network_interfaces import LOOPBACK, free_port
 from atoll.engines.run_lifecycle import RunTask
 from atoll.runs.folder import RunFolder
 from atoll.telemetry.event_log import explained
@@ -103,7 +103,7 @@ class Supervisor:
         join_info = self._folder / "join_info.json"
         former = JoinInfo.former(join_info)
         # A gateway leads to these two: they listen on loopback.
-        local = "127.0.0.1" if spec.secured else host
+        local = LOOPBACK if spec.secured else host
         lighthouse = _kept(former.lighthouse if former else "", local, self.address)
         registry = _kept(former.registry if former else "", local, self.address, lighthouse) if spec.secured else ""
         write_text(join_info, JoinInfo(task.run, spec, lighthouse, registry, run_id_of(self._folder)).to_text())
