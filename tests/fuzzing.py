@@ -26,6 +26,6 @@ FUZZERS = {
     "queries to a snapshot server": Fuzzer(200, 5_000),
     "answers of a snapshot server": Fuzzer(200, 5_000),
     "messages of a socket group": Fuzzer(200, 5_000),
-    "entries of the registry": Fuzzer(400, 10_000),
+    "entries of the registry and the lighthouse": Fuzzer(400, 10_000),
 }
 """What a fuzzer tries at least."""
