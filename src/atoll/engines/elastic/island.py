@@ -42,7 +42,7 @@ from atoll.engines.spec import write_spec
 from atoll.engines.training_setup import loss_of, matrix_products, replica_of
 from atoll.engines.warm_start_training import RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
-from atoll.runs.folder import RunFolder
+from atoll.runs.folder import RunFolder, folder_name
 from atoll.runs.run_settings import dtype_of
 from atoll.runs.validation import check_devices_share_batch
 from atoll.runs.workloads import partitioned_by_weights
@@ -401,7 +401,9 @@ class IslandProcess:
             return
         stamp = time.strftime("%Y%m%d-%H%M%S")
         try:
-            path = expanded(self._own.rescue_dir or f"atoll-rescue-{self._run.recipe}-{stamp}-{os.getpid()}").absolute()
+            path = expanded(
+                self._own.rescue_dir or f"atoll-rescue-{folder_name(self._run.recipe)}-{stamp}-{os.getpid()}"
+            ).absolute()
             folder = RunFolder.create(path, self._join_info.run, sys.argv)
             # This machine is not the one that the run listened on, and had one island of the run.
             write_spec(path, replace(self._spec, listen=f"{LOOPBACK}:0", advertise="", processes=1, devices=self._device_count))
