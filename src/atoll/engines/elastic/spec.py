@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import OrInfinite, Timeout, hints_of, shown_text
 from atoll.core.errors import ConfigError, one_line
-from atoll.core.verified_files import parse_json
+from atoll.core.verified_files import sealed, unsealed
 from atoll.engines.network_interfaces import LOOPBACK, is_dialled, is_loopback
 from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
 from atoll.runs.run_settings import Run
@@ -21,6 +21,8 @@ from atoll.runs.validation import check_devices_share_batch
 
 LEAST_WINDOW_S = 2.0
 """The shortest window of a quorum. An island that has to wait asks again after up to 1 s, and shorter windows would miss it."""
+JOIN_INFO = "join_info.json"
+"""In the run's folder: what its rendezvous publishes to joiners."""
 NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 """Names of islands: they are parts of addresses and of ids."""
 
@@ -204,22 +206,33 @@ class JoinInfo:
         return self.spec.quorum_timeout_s if waits_for_all else max(LEAST_WINDOW_S, run.algorithm.grace_s)
 
     @staticmethod
-    def former(path: Path) -> JoinInfo | None:
-        """What the last start of the run wrote to this file; None if there is none that this version can read."""
+    def read(folder: Path) -> JoinInfo:
+        """What the last start of the run wrote into its folder. Raises ConfigError if this version can read nothing there."""
+        path = folder / JOIN_INFO
         try:
-            return JoinInfo.from_text(path.read_text("utf-8"))
-        except (OSError, ValueError, ConfigError):
-            return None
+            text = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error.strerror or error}). Each start of an elastic run writes it: start the run again."
+            ) from error
+        return JoinInfo.from_text(text)
+
+    @staticmethod
+    def former(folder: Path) -> JoinInfo | None:
+        """What the last start of the run wrote into its folder; None if this version can read nothing there."""
+        with suppress(ConfigError):
+            return JoinInfo.read(folder)
+        return None
 
     def to_text(self) -> str:
         record = {"run": to_json(self.run), "spec": asdict(self.spec), "atoll": version("atoll"), "first": self.first}
-        return json.dumps({**record, "lighthouse": self.lighthouse, "registry": self.registry, "run_id": self.run_id})
+        return sealed({**record, "lighthouse": self.lighthouse, "registry": self.registry, "run_id": self.run_id})
 
     @staticmethod
-    def from_text(text: str) -> JoinInfo:
+    def from_text(text: str | bytes) -> JoinInfo:
         """What `to_text` wrote. Raises ConfigError if this is of another version of atoll, or anything else."""
         try:
-            record = parse_json(text)
+            record = unsealed(text)
             if record["atoll"] != version("atoll"):
                 theirs = shown_text(str(record["atoll"]))
                 raise ConfigError(
@@ -234,7 +247,12 @@ class JoinInfo:
                 check_server(own_registry)
                 check_server(own_lighthouse)
                 first = own_registry, own_lighthouse
-            return JoinInfo(from_json(record["run"], hint=Run), Elastic(**settings), lighthouse, registry, run_id, first)
+            spec = Elastic(**settings)
+            for one in (lighthouse, *filter(None, [registry])):
+                check_server(one)
+            if spec.secured and not all(is_loopback(one.rpartition(":")[0]) for one in (lighthouse, registry)):
+                raise ValueError(f"behind a gateway a registry and a lighthouse are on {LOOPBACK}")
+            return JoinInfo(from_json(record["run"], hint=Run), spec, lighthouse, registry, run_id, first)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"what describes the run to a joiner cannot be read ({one_line(error)}). Start the run again with this version of "
