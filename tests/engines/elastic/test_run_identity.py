@@ -115,7 +115,11 @@ def test_a_damaged_join_file_is_refused(join, damage):
         JoinFile.read(path)
 
 
-@pytest.mark.parametrize("damage", [cut, lambda text: "", lambda text: "[1]", lambda text: "{}"])
+def number_as_id(text):
+    return sealed({**unsealed(text), "revoked": [5]})
+
+
+@pytest.mark.parametrize("damage", [cut, number_as_id, lambda text: "", lambda text: "[1]", lambda text: "{}"])
 def test_damaged_secrets_are_an_error_with_advice(tmp_path, damage):
     RunSecrets.create(tmp_path)
     path = tmp_path / "secrets" / "identity.json"

@@ -215,6 +215,8 @@ class RunSecrets:
             record = read_record(path)
             credentials = Credentials(**record.pop("credentials"))
             found = RunSecrets(credentials, **{**record, "revoked": tuple(record["revoked"])})
+            if not all(isinstance(one, str) for one in (*vars(credentials).values(), *found.revoked)):
+                raise ValueError("its credentials and the ids of join files are texts")
         except FileNotFoundError as error:
             raise ConfigError(f"{folder} has no {path.relative_to(folder)}: no machine has been admitted to it yet.") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
