@@ -29,13 +29,12 @@ from atoll.engines.elastic.gateway_protocol import (
     STREAM,
     Stream,
     keep_alive,
-    read_line,
     send_line,
 )
 from atoll.engines.elastic.run_identity import MACHINE, RunSecrets
 from atoll.engines.elastic.spec import NAME
 from atoll.engines.network_interfaces import LOOPBACK
-from atoll.engines.socket_transport import splice
+from atoll.engines.socket_transport import receive_record, splice
 
 MAX_UNAUTHENTICATED = 64
 """Connections that have not shown a certificate and said where to. A further one closes the oldest of them."""
@@ -186,7 +185,7 @@ class Gateway:
         try:
             try:
                 connection.do_handshake()
-                asked = read_line(connection, HANDSHAKE_S)
+                asked = receive_record(connection, LINE_BYTES, HANDSHAKE_S)
                 identity = _common_name(connection)
                 self._admit(connection, identity, asked)
                 if asked.get("to") == "serve":
