@@ -21,11 +21,11 @@ FUZZERS = {
     "resumes of a damaged interrupted run": Fuzzer(80, 500),
     "replays of a damaged asynchronous run": Fuzzer(200, 1_000),
     "resumes of damaged stopped runs on processes, elastic and Ray": Fuzzer(0, 30),
-    "readings of damaged secrets and join files": Fuzzer(100, 1_000),
+    "readings of damaged secrets, join files and what processes keep for the next ones": Fuzzer(500, 5_000),
     "gateway": Fuzzer(60, 2_000),
     "queries to a snapshot server": Fuzzer(200, 5_000),
     "answers of a snapshot server": Fuzzer(200, 5_000),
     "messages of a socket group": Fuzzer(200, 5_000),
-    "entries of the registry": Fuzzer(400, 10_000),
+    "entries of the registry and the lighthouse": Fuzzer(400, 10_000),
 }
 """What a fuzzer tries at least."""

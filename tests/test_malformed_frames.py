@@ -14,22 +14,26 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from atoll.core.errors import ExchangeFailed
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.elastic import snapshot_server
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
-from atoll.engines.elastic.gateway_client import GatewayClient
+from atoll.engines.elastic.gateway_client import GatewayClient, GatewayNetwork
 from atoll.engines.elastic.gateway_protocol import wire_version
+from atoll.engines.elastic.quorum import Member
+from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.run_identity import RunSecrets
 from atoll.engines.elastic.snapshot_server import IslandStatus, Snapshot, SnapshotServer, fetch_snapshot, query_status
 from atoll.engines.elastic.state_version import checksum
+from atoll.engines.network_interfaces import is_loopback
 from atoll.engines.point_to_point import PeerUnreachable
 from atoll.engines.socket_transport import SocketGroup
 from tests.fuzzing import FUZZED, FUZZERS
 
 HOST, LIMIT_S, RUN = "127.0.0.1", 20.0, "run-0123456789abcdef"
 TENSORS = {"w": torch.arange(4.0)}
-STATUS = IslandStatus("box-1", True, run=RUN)
+STATUS = IslandStatus("box-1", True, "192.0.2.7:4711", run=RUN)
+STATUS.standby = f"{STATUS.address} {STATUS.address}"
 
 # ---------------------------------------------------------------------------------------------------------------------- inputs
 
@@ -233,17 +237,47 @@ def messages(tmp_path):
 
 @contextmanager
 def entries(tmp_path):
-    def check(text):
-        status = IslandStatus.from_text(text)
+    """Statuses and ids of members, from which islands take addresses that they dial, and standbys that they may change to."""
+    client = GatewayClient(lambda: None, [f"{HOST}:1"], "box-2")
+    local = GatewayNetwork(client, RUN, registry=f"{HOST}:1", lighthouse=f"{HOST}:1", refused=pytest.fail)
+    direct, looked_up = DirectNetwork(HOST, run_id=RUN), socket.getaddrinfo
+
+    def on_loopback(host, port, *options):  # the host is encoded, and no name server and no other machine is asked
+        (found,) = looked_up(host, port, 0, socket.SOCK_STREAM, 0, socket.AI_NUMERICHOST)
+        if not is_loopback(found[-1][0]):
+            raise socket.gaierror
+        return [found]
+
+    def check(text, address):
+        text = text.replace(STATUS.address.encode(), json.dumps(address)[1:-1].encode())
+        status, member = IslandStatus.from_text(text), Member.from_replica_id(text.decode("utf-8", "replace"))
         if status is not None:
             again = IslandStatus.from_text(json.dumps(status.to_json()).encode())
             assert again is not None
             assert again.to_json() == status.to_json(), "what is read can be passed on"
+            with suppress(ConfigError):
+                for place in direct.place(status.standby):
+                    reach(lambda place=place: RegistryClient(place, 0.1).names())
+        for network in (direct, local):
+            for found in filter(None, (status, member)):
+                reach(lambda found=found, network=network: network.dial(found.address, 0.02).close())
 
-    yield check
+    def reach(dial):
+        with suppress(OSError, ExchangeFailed):
+            dial()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(socket, "getaddrinfo", on_loopback)
+        yield check
 
 
 STATUS_FRAME = json.dumps(STATUS.to_json()).encode()
+ID_FRAME = Member("box-1", STATUS.address, True, 1.0, 5, RUN, "box-1#1").to_replica_id().encode()
+hosts = st.one_of(
+    st.sampled_from([HOST, "island", "island:x", "a" * 64, f"x.{'a' * 64}", "\udcff", "", "1,b"]), st.text(max_size=70)
+)
+ports = st.one_of(st.integers(), st.sampled_from(["9" * 5000, "\u00b2", "", "-1", "1_0", "1 "]), st.text(max_size=8))
+addresses = st.one_of(st.just(f"{HOST}:1"), st.builds("{}:{}".format, hosts, ports), st.text(max_size=70))
 SNAPSHOT = {"header": {}, "tensors": {"w": ["float32", [4]]}, "age_s": 0.0}
 QUERIES = [f"{query} {RUN}\n".encode() for query in ("snapshot", "status", "relay box-2 status", "exchange 0123abcd 1")]
 TARGETS = {
@@ -259,7 +293,11 @@ TARGETS = {
             [message(bytes(12)), message(bytes(12), 1), message(b"")], st.builds(message, st.binary(max_size=20), st.integers(0, 9))
         ),
     ),
-    "entries of the registry": (entries, frames([STATUS_FRAME], lines(STATUS.to_json()))),
+    "entries of the registry and the lighthouse": (
+        entries,
+        st.one_of(st.just(STATUS_FRAME), st.just(ID_FRAME), frames([STATUS_FRAME, ID_FRAME], lines(STATUS.to_json()))),
+        addresses,
+    ),
 }
 
 

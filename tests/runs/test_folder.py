@@ -245,12 +245,13 @@ def test_a_default_path_never_exists(tmp_path):
     assert found[-1] == tmp_path / "diloco" / "seed3-20311224-180005-4"
 
 
-@pytest.mark.parametrize("recipe", ["../up", "a/b", "..", "my recipe:x"])
+@pytest.mark.parametrize("recipe", ["../up", "a/b", "..", "my recipe:x", "\U0001d4b6" * 4096])
 def test_a_recipe_of_any_name_stays_under_the_root(tmp_path, recipe: str):
     path = default_path(recipe, 0, tmp_path)
     assert path.parent.parent == tmp_path
     assert path.resolve().is_relative_to(tmp_path.resolve())
     assert re.fullmatch(r"seed0-\d{8}-\d{6}", path.name)
+    path.mkdir(parents=True)  # the system takes the name
 
 
 HOLD = """

@@ -25,8 +25,13 @@ from atoll.core.config.overrides import override
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import RoundFinished, RunFinished
 from atoll.core.serialization import load_tree
+from atoll.core.verified_files import write_record, write_text
 from atoll.data.prepare import Preparation, prepare
-from atoll.engines.elastic.run_identity import JoinFile, RunSecrets
+from atoll.engines.elastic.leader_event_log import PROCESSES_FILE
+from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
+from atoll.engines.elastic.spec import JOIN_INFO, JoinInfo
+from atoll.engines.elastic.standby import LIGHTHOUSE_FILE, REVOKED_FILE, former_port, former_revoked
+from atoll.engines.elastic.supervisor import former_processes
 from atoll.engines.replay_async_run import replay_run
 from atoll.runs.evaluate import evaluate
 from atoll.runs.export import export, load_exported
@@ -412,30 +417,47 @@ def test_a_stopped_run_of_real_processes_is_resumed_to_its_end_or_refused(stoppe
 
 @pytest.fixture(scope="module")
 def admitted(tmp_path_factory) -> Path:
-    """The secrets of a run with a join file and a revoked one, and the join file."""
-    base = tmp_path_factory.mktemp("damage")
-    run = base / "root" / "run"
-    run.mkdir(parents=True)
+    """The secrets of a run with a join file and a revoked one, the join file, and what the run's processes have kept in its folder
+    and in a joiner's copy."""
+    base, spec = tmp_path_factory.mktemp("damage"), atoll.Elastic(processes=1)
+    run, copy = base / "root" / "run", base / "root" / "copy"
+    for folder in (run, copy):
+        folder.mkdir(parents=True)
+    info = JoinInfo(spec.fitted(recipes.toy_sync()), spec, "127.0.0.1:1", run_id=run_id_of(run))
+    write_text(run / JOIN_INFO, info.to_text())
+    write_record(run / PROCESSES_FILE, {"processes": ["island-0000#1", "island-0001#2"]})
+    write_record(copy / LIGHTHOUSE_FILE, {"port": 4711})
+    write_record(copy / REVOKED_FILE, {"revoked": ["0123456789ab", "ba9876543210"]})
     join, revoked = (RunSecrets.invite(run, ("127.0.0.1:1",)) for _ in range(2))
     RunSecrets.revoke(run, revoked.credentials.identity)
     join.write(base / "root" / "join.json")
     return _keep(base, "admitted")
 
 
+def kept(found: Any) -> Any:
+    """A file that a user has removed counts as one that no process has kept yet."""
+    if not found:
+        raise ConfigError("no process has kept it")
+    return found
+
+
 MEMBERS: Mapping[str, Command] = {
     "gateway": lambda root: RunSecrets.read(root / "run"),
     "join": lambda root: JoinFile.read(root / "join.json"),
     "invite": lambda root: RunSecrets.invite(root / "run", ("127.0.0.1:1",)).credentials.run_id,
+    "island": lambda root: JoinInfo.read(root / "run").to_text(),
+    "supervisor": lambda root: kept(former_processes(root / "run")),
+    "standby": lambda root: (kept(former_port(root / "copy")), kept(former_revoked(root / "copy"))),
 }
 
 
 @some_and_all
 @pytest.mark.filterwarnings("ignore:.* holds keys, and other users have access to it")
-def test_damaged_secrets_and_join_files_are_refused_or_read_right(admitted, share: int, repeats: int):
+def test_damaged_files_of_an_elastic_runs_membership_are_refused_or_read_right(admitted, share: int, repeats: int):
     found, tried, refused = wrong(admitted, MEMBERS, share, 8 * repeats)
     assert not found, "\n".join(found)
-    assert tried >= least("readings of damaged secrets and join files", share)
-    assert tried / 4 < refused < tried
+    assert tried >= least("readings of damaged secrets, join files and what processes keep for the next ones", share)
+    assert tried / 8 < refused < tried
 
 
 @some_and_all

@@ -22,7 +22,7 @@ from atoll.cli.recipe_settings import run_of
 from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import AtollError, ConfigError
 from atoll.engines.machine_check import OtherMachine, answer_machine, ask_machine
-from atoll.engines.network_interfaces import beyond_loopback, is_loopback, route_to
+from atoll.engines.network_interfaces import LOOPBACK, beyond_loopback, is_dialled, is_loopback, route_to
 from atoll.engines.warm_start_training import RunPreparation
 from atoll.runs.workloads import data_fingerprint
 from atoll.telemetry.units import human_bytes
@@ -70,8 +70,7 @@ def examine(address: str | None, listen: str | None, recipe: str, settings: Sequ
 
 
 def _check_address(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+    if not is_dialled(address):
         raise ConfigError(
             f"{shown_text(address)}: it is HOST:PORT, the address at which `atoll doctor --listen HOST:PORT` answers on the other "
             f"machine, such as 192.0.2.7:29500."
@@ -186,7 +185,7 @@ def network_findings(other: OtherMachine) -> Iterator[Finding]:
     took = "" if other.connect_s is None else f", {other.connect_s * 1000:.1f} ms to connect"
     yield Finding("reachable", f"{other.address} {way}{took}", "answers" if other.connect_s is not None else "asked here")
     if other.back is None:
-        here = route.address if route is not None else "127.0.0.1"
+        here = route.address if route is not None else LOOPBACK
         text = f"not tried; to try it: --listen {here}:0" if other.connect_s is not None else "not tried"
         yield Finding("the other way", "", text)
     else:

@@ -11,15 +11,16 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import AtollError, CheckpointError, ConfigError, one_line
 
+T = TypeVar("T")
 UNFINISHED = ".unfinished"
 """Ends the names of files that are being written."""
 
@@ -158,6 +159,17 @@ def unsealed(text: str | bytes) -> dict[str, Any]:
     if digest is not None and digest != json_digest(record):
         raise ValueError(f"its content does not match its digest: it was changed. To use it all the same, remove {_SEAL!r} from it")
     return record
+
+
+def read_kept(path: Path, parse: Callable[[dict[str, Any]], T], default: T, remedy: str) -> T:
+    """What `parse` makes of the record that an earlier process of a run kept in this file; the default if it kept none. ConfigError
+    if the file is damaged, with what the user can do about it."""
+    try:
+        return parse(read_record(path))
+    except FileNotFoundError:
+        return default
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({one_line(error)}). {remedy}") from error
 
 
 def is_verified(path: Path) -> bool:

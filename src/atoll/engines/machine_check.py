@@ -22,6 +22,7 @@ from typing import Any
 
 from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import ConfigError, one_line
+from atoll.engines.socket_transport import receive_record
 
 _VERSION = 1
 _LINE_BYTES, _MOST_FACTS, _FACT_LENGTH = 16 << 10, 32, 200
@@ -55,7 +56,7 @@ def ask_machine(address: str, facts: Mapping[str, str], listen: str | None) -> O
         with _BackConnection(listen, token) as back:
             sent_s = time.time()
             _send(connection, facts=dict(facts), port=back.port, word=token)
-            reply = _receive(connection)
+            reply = _receive(connection, _EXCHANGE_S)
             received_s = time.time()
             theirs, their_s, why = _facts(reply), _number(reply, "unix_s"), _text(reply, "back")
             skew_s = their_s - (sent_s + received_s) / 2
@@ -90,7 +91,7 @@ def answer_machine(listen: str, facts: Mapping[str, str], log: Callable[[str], o
 
 def _answer(connection: socket.socket, peer: str, facts: Mapping[str, str]) -> OtherMachine:
     connection.settimeout(_EXCHANGE_S / 2)
-    asked = _receive(connection)
+    asked = _receive(connection, _EXCHANGE_S / 2)
     theirs, port, token, back = _facts(asked), int(_number(asked, "port")), _text(asked, "word"), ""
     if port:
         try:
@@ -101,7 +102,7 @@ def _answer(connection: socket.socket, peer: str, facts: Mapping[str, str]) -> O
         except OSError as error:
             back = f"{peer}:{port}: {error.strerror or error}"
     _send(connection, facts=dict(facts), unix_s=time.time(), back=back)
-    return OtherMachine(peer, theirs, _number(_receive(connection), "skew_s"), None, "" if port else None)
+    return OtherMachine(peer, theirs, _number(_receive(connection, _EXCHANGE_S / 2), "skew_s"), None, "" if port else None)
 
 
 class _BackConnection:
@@ -154,19 +155,9 @@ def _send(connection: socket.socket, **record: Any) -> None:
     connection.sendall(json.dumps({"check": _VERSION, **record}).encode() + b"\n")
 
 
-def _receive(connection: socket.socket) -> Mapping[str, Any]:
-    """One line with a JSON object, and not a byte behind it."""
-    line, deadline_s = bytearray(), time.monotonic() + _EXCHANGE_S
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte or len(line) > _LINE_BYTES or time.monotonic() > deadline_s:
-            raise ValueError(f"it sent no line of at most {_LINE_BYTES} bytes within {_EXCHANGE_S:.0f} s")
-        line += byte
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("it sent a line that is no JSON") from error
-    if not isinstance(record, dict) or record.get("check") != _VERSION:
+def _receive(connection: socket.socket, limit_s: float) -> Mapping[str, Any]:
+    record = receive_record(connection, _LINE_BYTES, limit_s)
+    if record.get("check") != _VERSION:
         raise ValueError("it is no `atoll doctor` of this version")
     return record
 

@@ -1,4 +1,4 @@
-"""This machine's network interfaces, and which of them routes to another machine.
+"""Addresses, this machine's network interfaces, and which of them routes to another machine.
 
 By default gloo listens on the address that this machine's name resolves to. Many systems resolve it to 127.0.0.1 in /etc/hosts,
 where no other machine can connect. So atoll asks the kernel which interface it would send packets to the other machine on.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import ipaddress
+import re
 import secrets
 import socket
 import sys
@@ -17,6 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+LOOPBACK = "127.0.0.1"
+_HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+"""An IPv4 address or a name. Whether it can be resolved is seen when it is used."""
+_PORT = re.compile(r"[0-9]{1,5}")
 _UP = 1
 _ADDRESS_AT = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 """Where a socket address of this family has the IP address, and its length."""
@@ -97,6 +102,16 @@ def route_to(host: str, port: int = 9) -> NetworkInterface | None:
                 if not is_loopback(address):
                     return interface_of(address)
     return None
+
+
+def is_dialled(address: str, least_port: int = 1) -> bool:
+    """Whether this is HOST:PORT.
+
+    >>> [is_dialled(one) for one in ("192.0.2.7:7000", "box.example:1", "box.example", "box:0", "::1:7000")]
+    [True, True, False, False, False]
+    """
+    host, _, port = address.rpartition(":")
+    return bool(_HOST.fullmatch(host)) and bool(_PORT.fullmatch(port)) and least_port <= int(port) < 1 << 16
 
 
 def is_loopback(host: str) -> bool:

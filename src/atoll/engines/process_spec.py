@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import ClassVar
 
@@ -14,19 +13,6 @@ from atoll.runs.run_settings import Run
 _LONGEST_DELAY_S = 86_400.0
 LEAST_TIMEOUT_S = 0.001
 """The least limit of a wait: sockets count milliseconds."""
-_HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
-"""An IPv4 address or a name. Whether it can be resolved is seen when it is used."""
-_PORT = re.compile(r"[0-9]{1,5}")
-
-
-def is_dialled(address: str, least_port: int = 1) -> bool:
-    """Whether this is HOST:PORT.
-
-    >>> [is_dialled(one) for one in ("192.0.2.7:7000", "box.example:1", "box.example", "box:0", "::1:7000")]
-    [True, True, False, False, False]
-    """
-    host, _, port = address.rpartition(":")
-    return bool(_HOST.fullmatch(host)) and bool(_PORT.fullmatch(port)) and least_port <= int(port) < 1 << 16
 
 
 class ProcessSpec:

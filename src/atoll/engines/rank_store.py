@@ -22,9 +22,8 @@ from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import rendezvous
 
 from atoll.core.errors import ConfigError
-from atoll.engines.network_interfaces import is_loopback
+from atoll.engines.network_interfaces import LOOPBACK, is_loopback
 
-LOOPBACK = "127.0.0.1"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """The variable by which a launcher says that it hosts the store of the ranks."""
 TRUSTED = (

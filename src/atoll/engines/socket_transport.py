@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atoll.core.verified_files import parse_json
 from atoll.engines.point_to_point import PeerUnreachable, host_buffers
 
 _MAGIC = 0x41544C4C
@@ -402,6 +403,20 @@ def receive_line(stream: socket.socket, most_bytes: int, limit_s: float, piece: 
     finally:
         stream.settimeout(own_s)
     return line
+
+
+def receive_record(stream: socket.socket, most_bytes: int, limit_s: float) -> dict[str, Any]:
+    """A line with a JSON object, and not a byte behind it. ValueError if something else arrives."""
+    line = receive_line(stream, most_bytes, limit_s)
+    if not line.endswith(b"\n"):
+        raise ValueError(f"the other end sent no line of at most {most_bytes} bytes")
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise ValueError("the other end sent a line that is no JSON") from error
+    if not isinstance(record, dict):
+        raise ValueError("the other end sent a line that is no JSON object")
+    return record
 
 
 def _request(dial: Dial, target: str, line: str, dial_until_s: float, until_s: float) -> socket.socket:

@@ -25,13 +25,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.liveness import ExchangeTimeout, FailureAttribution
+from atoll.engines.network_interfaces import LOOPBACK
 from atoll.engines.point_to_point import Group
 from atoll.engines.processes.intra_island import check_sliceable
 from atoll.engines.processes.rank_context import new_group
 from atoll.engines.rank_rendezvous import exchange_interface, wait_for_all
 from atoll.engines.rank_store import (
     AGENT_STORE,
-    LOOPBACK,
     TRUSTED,
     environment,
     find_store,

@@ -228,14 +228,24 @@ class RunFolder:
 
 
 _LOCK = "lock"
+_LONGEST_NAME = 48  # a letter has up to 4 bytes, and a file's name 255
 _SHOWN = 20  # differing settings in one message
 _ANOTHER = "another --out (in Python out=)"
+
+
+def folder_name(recipe: str) -> str:
+    """A name for the folder of runs of this recipe, which another machine may have sent: it leads to no other folder.
+
+    >>> folder_name("demo-diloco"), folder_name("../../evil")
+    ('demo-diloco', '--..-evil')
+    """
+    return re.sub(r"[^\w.-]+|^\.+", "-", recipe)[:_LONGEST_NAME]
 
 
 def default_path(recipe: str, seed: int, root: Path = Path("runs"), now: datetime | None = None) -> Path:
     """A new folder for a run: runs/<recipe>/seed<seed>-<yyyymmdd-hhmmss>, with a number behind it if that exists."""
     stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
-    path = root / re.sub(r"[^\w.-]+|^\.+", "-", recipe) / f"seed{seed}-{stamp}"
+    path = root / folder_name(recipe) / f"seed{seed}-{stamp}"
     count = 1
     while path.exists():
         count += 1

@@ -1,12 +1,14 @@
 """The gateway, over TLS on loopback: who is let in, what strangers can do, and what is forwarded."""
 
 import json
+import math
 import os
 import select
 import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
@@ -15,6 +17,7 @@ from importlib.metadata import version
 import pytest
 
 from atoll.core.errors import ConfigError, ExchangeFailed
+from atoll.core.verified_files import read_record, sealed
 from atoll.engines.elastic import gateway as module
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
@@ -269,6 +272,56 @@ def test_a_revoked_join_file_loses_its_connections_and_gets_no_new_ones(site):
     with pytest.raises(GatewayRefused, match=f"the join file {bad.identity} was revoked"):
         site.client(bad).open("registry", LIMIT_S)
     joined.close()
+
+
+def test_a_certificate_that_the_library_cannot_take_ends_no_checks(site):
+    """The file has a right digest: a program has written it so."""
+    path, bad = site.folder / "secrets" / "identity.json", site.invite()
+    record = read_record(path)
+    with site.client(bad).open("registry", LIMIT_S) as stream:
+        path.write_text(sealed({**record, "credentials": {**record["credentials"], "authority": "\u00e9"}}))
+        wait_until(lambda: site.logged)
+        path.write_text(sealed(record))
+        RunSecrets.revoke(site.folder, bad.identity)
+        assert stream.recv(1) == b""
+    assert len(site.logged) == 1
+    assert "the gateway's checks" in site.logged[0]
+
+
+class Meeting(Counter):
+    """A count of refusals whose first new entry waits until the entries are read, or for a moment if they are not."""
+
+    def __init__(self):
+        super().__init__(others=1)
+        self.adding, self.reading, self.added = (threading.Event() for _ in range(3))
+
+    def __missing__(self, key):
+        self.adding.set()
+        self.reading.wait(1.0)
+        return 0
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.added.set()
+
+    def items(self):
+        for item in super().items():
+            self.reading.set()
+            self.added.wait(2.0)
+            yield item
+
+
+def test_a_refusal_that_is_counted_while_refusals_are_logged_is_logged_and_ends_no_checks(site, monkeypatch):
+    monkeypatch.setattr(module, "_LOG_S", math.inf)
+    meeting = site.gateway._refused = Meeting()
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(site.client(name="island-0000").open, "registry", LIMIT_S)
+        assert meeting.adding.wait(LIMIT_S)
+        monkeypatch.setattr(module, "_LOG_S", 0.0)
+        with pytest.raises(GatewayRefused):
+            opened.result()
+    wait_until(lambda: "islands that the run starts" in " ".join(site.logged))
+    assert "others" in " ".join(site.logged)
 
 
 def test_after_a_rotation_only_new_join_files_are_admitted(site):

@@ -521,16 +521,22 @@ def test_more_gpus_than_the_machine_has_are_refused(claimed):
         claimed(0, 4)
 
 
-def test_an_island_without_the_folder_that_ends_with_the_newest_state_saves_it_where_it_can_be_resumed(tmp_path, threaded, toy):
-    rescue = tmp_path / "rescue"
-    spec = Elastic(processes=1, quorum_timeout_s=1.0, rescue_dir=str(rescue))
-    live = threaded(toy(1, "train.steps=24"), spec)
+@pytest.mark.parametrize("chosen", [True, False])
+def test_an_island_without_the_folder_that_ends_with_the_newest_state_saves_it_where_it_can_be_resumed(
+    tmp_path, monkeypatch, threaded, toy, chosen
+):
+    """In the folder of its user's choice, or in its working directory, whatever the recipe of the run that it fetched is called."""
+    (tmp_path / "atoll-rescue-x").mkdir()
+    monkeypatch.chdir(tmp_path)
+    spec = Elastic(processes=1, quorum_timeout_s=1.0, rescue_dir=str(tmp_path / "rescue") if chosen else None)
+    live = threaded(replace(toy(1, "train.steps=24"), recipe="x/../run/evil"), spec)
     live.waits["island-0000", 3] = "elsewhere begins with"
     first = live.start("island-0000", dies_after=6)
     live.wait_until("committed round 1 ")
     live.finish([*first, *live.start("elsewhere", has_folder=False)])
     last = max(int(text.split()[2]) for text in live.logged if text.startswith("committed round"))
     assert any(text.startswith(f"no island with the run's folder answers, so elsewhere saved round {last}") for text in live.logged)
+    (rescue,) = tmp_path.glob("rescue" if chosen else "atoll-rescue-x-*")
     assert [event.round for event in read_events(rescue / "events.jsonl", [Attended])][-1] == last
     again = IslandProcess(live.join_info, live.network(), "island-0000", rescue, IslandOutput(live.log))
     assert again._recovery.initialize(again._engine) == f"round {last}, from its checkpoint"

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from uuid import uuid4
@@ -17,7 +18,9 @@ from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.engines.elastic import launch
 from atoll.engines.elastic.launch import joining_lines
-from atoll.engines.elastic.spec import Elastic
+from atoll.engines.elastic.run_identity import run_id_of
+from atoll.engines.elastic.spec import Elastic, JoinInfo
+from atoll.engines.rank_store import open_store
 from atoll.testing.simulated_runs import Regression
 
 
@@ -102,6 +105,32 @@ def test_a_run_beyond_loopback_has_a_gateway(settings, secured):
 def test_addresses_that_no_machine_could_dial_are_refused(settings):
     with pytest.raises(ConfigError):
         Elastic(**settings)
+
+
+SECURED = Elastic(processes=1, advertise="192.0.2.7:7000")
+
+
+def test_an_island_of_the_first_machine_takes_the_run_from_its_folder_and_not_from_the_registry(tmp_path):
+    """Every member can write to the registry."""
+    store, port = open_store("127.0.0.1")
+    run = SECURED.fitted(recipes.ALL["toy-sync"]())
+    own = JoinInfo(run, SECURED, "127.0.0.1:1", f"127.0.0.1:{port}", run_id_of(tmp_path))
+    (tmp_path / "join_info.json").write_text(own.to_text())
+    store.set("join_info", replace(own, run=replace(run, recipe="evil"), lighthouse="127.0.0.1:2").to_text())
+    info, network = launch.find_run(own.registry, "island-0000", tmp_path, launch.Joiner())
+    with closing(network):
+        assert (info.to_text(), network.lighthouse) == (own.to_text(), own.lighthouse)
+
+
+@pytest.mark.parametrize("spec", [SECURED, Elastic(processes=1)])
+@pytest.mark.parametrize("lighthouse", ["192.0.2.7:1", "", "127.0.0.1:65536", "127.0.0.1:1,127.0.0.1:2", f"{'a' * 64}:1"])
+def test_what_describes_a_run_names_servers_that_an_island_can_dial_and_behind_a_gateway_on_loopback(lighthouse, spec):
+    text = JoinInfo(spec.fitted(recipes.ALL["toy-sync"]()), spec, lighthouse, "127.0.0.1:2").to_text()
+    if not spec.secured and lighthouse == "192.0.2.7:1":
+        assert JoinInfo.from_text(text).lighthouse == lighthouse
+        return
+    with pytest.raises(ConfigError, match=r"is no address of a registry or a lighthouse|are on 127\.0\.0\.1"):
+        JoinInfo.from_text(text)
 
 
 LOOP = """

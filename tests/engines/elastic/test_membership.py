@@ -4,12 +4,13 @@ most one side, whatever the sides know."""
 
 import http.client
 import itertools
+import json
 import random
 import socket
 import threading
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,15 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from atoll.core.errors import ConfigError
 from atoll.engines.elastic import quorum_monitor
 from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.gateway_client import GatewayClient, GatewayNetwork
 from atoll.engines.elastic.membership import Membership, MembershipLost
 from atoll.engines.elastic.quorum import LastQuorum, Member
 from atoll.engines.elastic.quorum_monitor import QuorumMonitor
 from atoll.engines.elastic.rendezvous import Rendezvous
-from atoll.engines.elastic.snapshot_server import IslandStatus, SnapshotServer
+from atoll.engines.elastic.snapshot_server import IslandStatus, SnapshotServer, query_islands
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.network_interfaces import free_port
@@ -146,40 +149,78 @@ def form(members):
         return [*pool.map(lambda member: member.form_quorum(StateVersion(0, 1), 0), members)]
 
 
-def replica(lighthouse, name):
-    """A process that the lighthouse takes for a member, and asks for a quorum."""
+@contextmanager
+def stranger(lighthouse, name):
+    """A process that the lighthouse takes for a member. Gives a function that asks for a quorum, and returns the ids in it."""
     coordination = pytest.importorskip("torchft.coordination")
     second = timedelta(seconds=5)
     server = coordination.ManagerServer(name, f"http://{lighthouse}", HOST, f"{HOST}:0", "", 1, second / 50, second, 0)
     client = coordination.ManagerClient(server.address(), connect_timeout=second)
+    asked = {"group_rank": 0, "step": 1 << 60, "checkpoint_metadata": "", "shrink_only": False, "commit_failures": 0}
+    try:
+        yield lambda: client._quorum(**asked, timeout=second, init_sync=False).replica_ids
+    finally:
+        server.shutdown()
 
-    def ask():
-        with suppress(Exception):
-            client._quorum(0, 1 << 60, "", False, second)
 
-    return server, threading.Thread(target=ask, daemon=True)
+BAD_ADDRESSES = [
+    "",
+    "x",
+    "x:0",
+    ":1",
+    f"{'a' * 64}:1",
+    f"{HOST}:{'9' * 5000}",
+    f"{HOST}:65536",
+    f"{HOST}:\u00b2",
+    "island:",
+    "\udcff:1",
+]
 
 
 @pytest.mark.parametrize(
-    "name", ["x", "A:1", "", "a" * 500, "c:127.0.0.1:1:folder:1.0:5:run-2:c#1", "c:127.0.0.1:1:folder:inf:5:run-1:c#1"]
+    "name",
+    [
+        "x",
+        "A:1",
+        "",
+        "a" * 500,
+        "c:127.0.0.1:1:folder:1.0:5:run-2:c#1",
+        "c:127.0.0.1:1:folder:inf:5:run-1:c#1",
+        f"c:{'a' * 64}:1:folder:1.0:5:run-1:c#1",
+        f"c:127.0.0.1:{'9' * 5000}:folder:1.0:5:run-1:c#1",
+        "c:127.0.0.1:1:folder:1.0:65536:run-1:c#1",
+    ],
+    ids=lambda name: name[:60],
 )
 def test_an_id_that_is_no_island_of_the_run_is_ignored_with_one_line(quorum, name):
-    for member in quorum.members:
-        member.join()  # else the first that asks may be a quorum of its own
-    server, asking = replica(quorum.lighthouse, name)
-    asking.start()
-    try:
+    with stranger(quorum.lighthouse, name) as ask, ThreadPoolExecutor(1) as pool:
         for _ in range(2):
+            asked = pool.submit(ask)
             found = form(quorum.members)
+            assert name in asked.result(), "it is in the lighthouse's quorum"
             assert [one.names for one in found] == [("a", "b")] * 2
             assert [one.rank for one in found] == [0, 1]
             assert len({one.store for one in found}) == 1
             for member in quorum.members:
                 member.abort()
-        lines = [text for text in quorum.logged if text.startswith("ignores")]
-        assert len(lines) <= 2, "one for each island"
-    finally:
-        server.shutdown()
+    lines = [text for text in quorum.logged if text.startswith("ignores")]
+    assert len(lines) == 2, "one for each island"
+
+
+@pytest.mark.parametrize("address", BAD_ADDRESSES, ids=lambda address: ascii(address)[:40])
+def test_no_address_that_another_process_sends_ends_an_island(address):
+    network = DirectNetwork(HOST, run_id="run-1")
+    local = GatewayNetwork(GatewayClient(lambda: None, [f"{HOST}:1"], "a"), "run-1", registry=f"{HOST}:1", refused=pytest.fail)
+    for reached, where in ((network, address), (local, f"island:x:{address.rpartition(':')[2]}"), (local, f"island:{address}")):
+        with pytest.raises(OSError):  # noqa: PT011 (an address that is none, or whose host is unknown)
+            reached.dial(where, 0.1).close()
+        assert query_islands({"x": where}, 0.1, reached) == {}
+    for standby in (f"{address} {HOST}:1", f"{HOST}:1 {address}", f"{HOST}:1,{address} {HOST}:1"):
+        with pytest.raises(ConfigError):
+            network.place(standby)
+    assert Member.from_replica_id(f"b:{address}:folder:1.0:5:run-1:b#1") is None
+    status = IslandStatus("b", True, address, run="run-1")
+    assert IslandStatus.from_text(json.dumps(status.to_json()).encode()) == (None if address else status)
 
 
 @pytest.mark.slow  # the lighthouse tries for 12 s to reach each manager

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.core.errors import ConfigError
+from atoll.core.verified_files import sealed, unsealed
 from atoll.engines.elastic import run_identity
 from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
 
@@ -99,7 +100,14 @@ def no_key(text):
     return json.dumps(record)
 
 
-@pytest.mark.parametrize("damage", [cut, another_authority, no_key, lambda text: "[" * 9999, lambda text: "[]", lambda text: "{}"])
+def no_address(text):
+    record = unsealed(text)
+    return sealed({**record, "addresses": [*record["addresses"], "127.0.0.1:65536"]})
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, another_authority, no_address, no_key, lambda text: "[" * 9999, lambda text: "[]", lambda text: "{}"]
+)
 def test_a_damaged_join_file_is_refused(join, damage):
     path = join[1]
     path.write_text(damage(path.read_text()))
@@ -107,7 +115,11 @@ def test_a_damaged_join_file_is_refused(join, damage):
         JoinFile.read(path)
 
 
-@pytest.mark.parametrize("damage", [cut, lambda text: "", lambda text: "[1]", lambda text: "{}"])
+def number_as_id(text):
+    return sealed({**unsealed(text), "revoked": [5]})
+
+
+@pytest.mark.parametrize("damage", [cut, number_as_id, lambda text: "", lambda text: "[1]", lambda text: "{}"])
 def test_damaged_secrets_are_an_error_with_advice(tmp_path, damage):
     RunSecrets.create(tmp_path)
     path = tmp_path / "secrets" / "identity.json"

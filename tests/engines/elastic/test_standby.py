@@ -9,6 +9,7 @@ import pytest
 
 from atoll import recipes
 from atoll.core.errors import ConfigError
+from atoll.core.verified_files import sealed
 from atoll.engines.elastic import rendezvous, standby as module
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
@@ -19,7 +20,7 @@ from atoll.engines.elastic.rendezvous import Registry, Rendezvous
 from atoll.engines.elastic.run_identity import RunSecrets
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, SnapshotServer, query_status
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.elastic.standby import SecuredStandby, TrustedStandby
+from atoll.engines.elastic.standby import SecuredStandby, TrustedStandby, former_port
 from atoll.engines.network_interfaces import free_port
 
 HOST, LIMIT_S = "127.0.0.1", 20.0
@@ -181,7 +182,7 @@ def test_a_standby_refuses_whom_the_run_has_revoked_also_when_it_starts_again_wi
     network, standby = keeper
     good, bad = first.invite(), first.invite()
     first.revoke(bad)
-    wait_until((tmp_path / "copy" / "revoked.txt").exists)
+    wait_until((tmp_path / "copy" / "revoked.json").exists)
 
     def opened(file):
         GatewayClient(lambda: file.credentials, [standby.name], "box").open("registry", LIMIT_S).close()
@@ -197,8 +198,8 @@ def test_a_standby_refuses_whom_the_run_has_revoked_also_when_it_starts_again_wi
         opened(good)
         with pytest.raises(GatewayRefused, match="was revoked"):
             opened(bad)
-    (tmp_path / "copy" / "revoked.txt").write_text("?\n")
-    with pytest.raises(ConfigError, match=r"revoked\.txt is damaged"):
+    (tmp_path / "copy" / "revoked.json").write_text(sealed({"revoked": ["?"]}))
+    with pytest.raises(ConfigError, match=r"revoked\.json cannot be read \(ValueError: it holds no ids of join files\)"):
         SecuredStandby(standby.dialled, first.info, network, again, tmp_path / "copy", lambda text: None)
 
 
@@ -217,10 +218,14 @@ def test_islands_leave_a_standby_that_is_revoked(first, keeper):
 
 def test_a_standby_of_a_trusted_network_keeps_the_port_of_its_lighthouse(tmp_path):
     pytest.importorskip("torchft")
-    spec, port = Elastic(processes=1), tmp_path / "lighthouse_port"
+    spec = Elastic(processes=1)
     info = JoinInfo(spec.fitted(recipes.ALL["toy-sync"]()), spec, f"{HOST}:1")
-    for wanted in ("none", f"{free_port(HOST)}\n"):
-        port.write_text(wanted)
+
+    def lighthouse():
         with closing(TrustedStandby(f"{HOST}:0", info, DirectNetwork(HOST, f"{HOST}:2"), tmp_path)) as standby:
-            assert standby.name.endswith(f" {HOST}:{port.read_text().strip()}")
-    assert port.read_text() == wanted
+            return standby.name.partition(" ")[2]
+
+    assert lighthouse() == lighthouse() == f"{HOST}:{former_port(tmp_path)}"
+    (tmp_path / "lighthouse.json").write_text(sealed({"port": 1 << 16}))
+    with pytest.raises(ConfigError, match=r"lighthouse\.json cannot be read \(ValueError: it holds no port\)\. Remove it"):
+        lighthouse()

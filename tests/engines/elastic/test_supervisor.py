@@ -26,7 +26,15 @@ from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.supervised_process import REFUSED, STATELESS, Backoff, Child
-from atoll.engines.elastic.supervisor import EndReports, IslandFailed, LogTail, ProcessHooks, Supervisor, island_name
+from atoll.engines.elastic.supervisor import (
+    EndReports,
+    IslandFailed,
+    LogTail,
+    ProcessHooks,
+    Supervisor,
+    former_processes,
+    island_name,
+)
 from atoll.engines.liveness import last_error, last_lines
 from atoll.engines.network_interfaces import free_port
 from atoll.engines.rank_store import open_store
@@ -446,7 +454,7 @@ def test_each_end_is_reported_once_to_each_registry_and_kept_for_the_next_superv
     island.processes.append("a#10")
     ends._report()
     assert registry.ended() == ["a#9"]
-    assert (tmp_path / "processes.txt").read_text().split() == ["a#7", "a#8", "a#9", "a#10"]
+    assert former_processes(tmp_path) == ["a#7", "a#8", "a#9", "a#10"]
     for key in ("ended", f"known to {ends._id}"):  # as of a registry that was restarted
         store.delete_key(key)
     ends._report()
@@ -479,7 +487,7 @@ def test_a_run_keeps_its_port_while_it_is_free(tmp_path, monkeypatch):
             launch.supervise(replace(task, spec=replace(spec, listen=f"{HOST}:{seen[0]}")))
 
 
-@pytest.mark.parametrize("name", ["events.jsonl", "events.lease", "finish.lock", "quorum.json", "processes.txt"])
+@pytest.mark.parametrize("name", ["events.jsonl", "events.lease", "finish.lock", "quorum.json", "processes.json"])
 def test_a_folder_in_the_place_of_a_file_that_islands_write_is_refused_before_any_starts(tmp_path, name):
     """Islands would else die and restart, or try to write it for ever."""
     (tmp_path / name).mkdir()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Collection, Sequence
 
-from atoll.engines.elastic.spec import JoinInfo, check_address
+from atoll.engines.elastic.spec import JoinInfo, check_server
+from atoll.engines.network_interfaces import is_dialled
 
 QUERY_S = 1.0
 """How long a status query may take."""
@@ -34,7 +35,8 @@ class DirectNetwork:
     def place(self, standby: str) -> tuple[str, str]:
         """The registry and the lighthouse of a standby, as an island registers it. Raises ConfigError if they are no addresses."""
         registry, _, lighthouse = standby.partition(" ")
-        check_address(f"{registry},{lighthouse}")
+        check_server(registry)
+        check_server(lighthouse)
         return registry, lighthouse
 
     def forget(self, standby: str) -> None:
@@ -60,9 +62,9 @@ class DirectNetwork:
 
     def dial(self, address: str, limit_s: float) -> socket.socket:
         """A connection to an island, whose operations time out after the limit. Raises OSError."""
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
+        if not is_dialled(address):
             raise ConnectionError(f"{address[:80]!r} is not HOST:PORT")
+        host, _, port = address.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=limit_s)
 
     def refuses(self, address: str) -> bool:

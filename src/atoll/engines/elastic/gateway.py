@@ -19,22 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from atoll.core.errors import ConfigError
+from atoll.core.errors import ConfigError, one_line
 from atoll.engines.elastic.gateway_protocol import (
     HANDSHAKE_S,
     LINE_BYTES,
     LONGEST_WAIT_S,
-    LOOPBACK,
     STREAM,
     Stream,
     keep_alive,
-    read_line,
     send_line,
     wire_version,
 )
 from atoll.engines.elastic.run_identity import MACHINE, RunSecrets
 from atoll.engines.elastic.spec import NAME
-from atoll.engines.socket_transport import splice
+from atoll.engines.network_interfaces import LOOPBACK
+from atoll.engines.socket_transport import receive_record, splice
 
 MAX_UNAUTHENTICATED = 64
 """Connections that have not shown a certificate and said where to. A further one closes the oldest of them."""
@@ -121,33 +120,54 @@ class Gateway:
                 self._forget(connection)
 
     def _check(self) -> None:
-        """Ends connections of revoked identities, of an authority that was replaced, and late handshakes."""
+        """Check again and again: an error of one check must not end those that follow, on which revocations depend."""
+        shown = ""
         while not self._closed.wait(_CHECK_S):
-            with suppress(ConfigError, OSError):  # a file that cannot be read now changes nothing
-                stored = self._read_secrets()
-                if stored.credentials != self._secrets.credentials:
-                    self._log("the run's authority was replaced: all connections end, and new join files are needed")
-                    context = stored.credentials.server_context()
-                    with self._lock:
-                        self._context = context
-                        self._drop([*self._connections])
-                self._secrets = stored
-            with self._lock:
-                now_s = time.monotonic()
-                self._drop([one for one, deadline_s in self._unauthenticated.items() if now_s > deadline_s])
-                self._drop([one for one, identity in self._connections.items() if identity in self._secrets.revoked])
-                for name, (_, waiting) in [*self._islands.items()]:
-                    for connection in [one for one in waiting if _has_ended(one)]:
-                        waiting.remove(connection)
-                        self._forget(connection)
-                    if not waiting:
-                        del self._islands[name]
-            self._log_refusals()
+            for check in (self._check_secrets, self._check_connections, self._log_refusals):
+                try:
+                    check()
+                except Exception as error:
+                    text = f"the gateway's checks: {one_line(error)}. They go on"
+                    if text != shown:
+                        self._log(text)
+                    shown = text
+
+    def _check_secrets(self) -> None:
+        """Ends all connections if the run's authority was replaced."""
+        with suppress(ConfigError, OSError):  # a file that cannot be read now changes nothing
+            stored = self._read_secrets()
+            if stored.credentials != self._secrets.credentials:
+                context = stored.credentials.server_context()
+                self._log("the run's authority was replaced: all connections end, and new join files are needed")
+                with self._lock:
+                    self._context = context
+                    self._drop([*self._connections])
+            self._secrets = stored
+
+    def _check_connections(self) -> None:
+        """Ends connections of revoked identities, late handshakes, and those that their islands have closed."""
+        with self._lock:
+            now_s = time.monotonic()
+            self._drop([one for one, deadline_s in self._unauthenticated.items() if now_s > deadline_s])
+            self._drop([one for one, identity in self._connections.items() if identity in self._secrets.revoked])
+            for name, (_, waiting) in [*self._islands.items()]:
+                for connection in [one for one in waiting if _has_ended(one)]:
+                    waiting.remove(connection)
+                    self._forget(connection)
+                if not waiting:
+                    del self._islands[name]
+
+    def _count_refusal(self, why: str) -> None:
+        with self._lock:
+            self._refused[why] += 1
 
     def _log_refusals(self) -> None:
         """One line for all refusals of a while: connections without a certificate must not fill the disk."""
-        if self._refused and time.monotonic() - self._logged_s > _LOG_S:
+        if time.monotonic() - self._logged_s <= _LOG_S:
+            return
+        with self._lock:
             refused, self._refused = self._refused, Counter()
+        if refused:
             self._logged_s = time.monotonic()
             self._log("; ".join(f"refused {count} connection(s): {why}" for why, count in refused.most_common(3)))
 
@@ -164,7 +184,7 @@ class Gateway:
         try:
             try:
                 connection.do_handshake()
-                asked = read_line(connection, HANDSHAKE_S)
+                asked = receive_record(connection, LINE_BYTES, HANDSHAKE_S)
                 identity = _common_name(connection)
                 self._admit(connection, identity, asked)
                 if asked.get("to") == "serve":
@@ -173,12 +193,12 @@ class Gateway:
                 other = self._connect(asked)
                 send_line(connection, ok=True)
             except _Refusal as refusal:
-                self._refused[str(refusal)] += 1
+                self._count_refusal(str(refusal))
                 send_line(connection, error=str(refusal), final=refusal.final)
                 raise ConnectionError from refusal
         except (OSError, ValueError) as error:
             if not isinstance(error.__cause__, _Refusal):
-                self._refused[f"{type(error).__name__}: {getattr(error, 'reason', '') or error}"[:120]] += 1
+                self._count_refusal(f"{type(error).__name__}: {getattr(error, 'reason', '') or error}"[:120])
             _end_gently(connection)
             self._forget(connection)
             if other is not None:

@@ -15,20 +15,20 @@ from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway_protocol import (
     HANDSHAKE_S,
+    LINE_BYTES,
     LONGEST_WAIT_S,
-    LOOPBACK,
     STREAM,
     GatewayRefused,
     Stream,
     WrongGateway,
     keep_alive,
-    read_line,
     send_line,
     wire_version,
 )
 from atoll.engines.elastic.run_identity import IDENTITY, Credentials, JoinFile, RunSecrets, server_name
-from atoll.engines.elastic.spec import NAME, JoinInfo, is_dialled
-from atoll.engines.socket_transport import splice
+from atoll.engines.elastic.spec import NAME, JoinInfo
+from atoll.engines.network_interfaces import LOOPBACK, is_dialled
+from atoll.engines.socket_transport import receive_record, splice
 
 SERVICES = ("registry", "lighthouse")
 """Of a rendezvous, behind its gateway."""
@@ -98,7 +98,7 @@ class GatewayClient:
             with suppress(OSError):  # if the gateway refuses the certificate, the reason can still be read
                 # The gateway is to give up, and to say so, before this end does.
                 send_line(tls, **about, to=service, limit_s=min(0.8 * _left_s(deadline_s), LONGEST_WAIT_S))
-            answer = read_line(tls, _left_s(deadline_s))
+            answer = receive_record(tls, LINE_BYTES, _left_s(deadline_s))
             if answer.get("ok") is not True:
                 why = str(answer.get("error"))[:300]
                 if answer.get("final") is True:

@@ -9,11 +9,9 @@ from importlib.metadata import version
 from typing import Any, TypeAlias
 
 from atoll.core.errors import ConfigError
-from atoll.engines.socket_transport import receive_line
 
 PROTOCOL = 2
 """Of all that the islands of a run send each other. 2: checksums are XXH3; 1: CRC-32."""
-LOOPBACK = "127.0.0.1"
 HANDSHAKE_S = 10.0
 """The longest that a connection may remain without a certificate."""
 LINE_BYTES = 4096
@@ -46,17 +44,3 @@ def keep_alive(connection: Stream) -> None:
 
 def send_line(stream: Stream, **record: Any) -> None:
     stream.sendall(json.dumps(record).encode() + b"\n")
-
-
-def read_line(stream: Stream, limit_s: float) -> dict[str, Any]:
-    """One JSON object, which must be complete within the limit, and not a byte behind its line."""
-    line = receive_line(stream, LINE_BYTES, limit_s)
-    if not line.endswith(b"\n"):
-        raise ConnectionError(f"the other end closed the connection, or sent more than {LINE_BYTES} bytes")
-    try:
-        record = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("its JSON is nested too deeply") from error
-    if not isinstance(record, dict):
-        raise ValueError("a line is no JSON object")
-    return record

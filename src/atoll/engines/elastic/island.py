@@ -35,13 +35,14 @@ from atoll.engines.elastic.snapshot_server import SILENT_S, IslandPhase, IslandS
 from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import log_while_waiting
+from atoll.engines.network_interfaces import LOOPBACK
 from atoll.engines.own_code import LoopWorkload
 from atoll.engines.run_lifecycle import RunResults, RunTask
 from atoll.engines.spec import write_spec
 from atoll.engines.training_setup import loss_of, matrix_products, replica_of
 from atoll.engines.warm_start_training import RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
-from atoll.runs.folder import RunFolder
+from atoll.runs.folder import RunFolder, folder_name
 from atoll.runs.run_settings import dtype_of
 from atoll.runs.validation import check_devices_share_batch
 from atoll.runs.workloads import partitioned_by_weights
@@ -401,10 +402,12 @@ class IslandProcess:
             return
         stamp = time.strftime("%Y%m%d-%H%M%S")
         try:
-            path = expanded(self._own.rescue_dir or f"atoll-rescue-{self._run.recipe}-{stamp}-{os.getpid()}").absolute()
+            path = expanded(
+                self._own.rescue_dir or f"atoll-rescue-{folder_name(self._run.recipe)}-{stamp}-{os.getpid()}"
+            ).absolute()
             folder = RunFolder.create(path, self._join_info.run, sys.argv)
             # This machine is not the one that the run listened on, and had one island of the run.
-            write_spec(path, replace(self._spec, listen="127.0.0.1:0", advertise="", processes=1, devices=self._device_count))
+            write_spec(path, replace(self._spec, listen=f"{LOOPBACK}:0", advertise="", processes=1, devices=self._device_count))
             leader_log = self._make_leader_log(folder)
             self._learn_warm_start(leader_log)
             leader_log.rescue(self._engine)

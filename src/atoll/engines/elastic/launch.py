@@ -38,13 +38,13 @@ from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, check_free
 from atoll.engines.elastic.retry import retry
 from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
-from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address, is_dialled
+from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
 from atoll.engines.elastic.standby import SecuredStandby, TrustedStandby
 from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervised_process import STATELESS
 from atoll.engines.elastic.supervisor import ProcessHooks, Supervisor
 from atoll.engines.liveness import append_log_line, exit_with, log_while_waiting, write_log_line
-from atoll.engines.network_interfaces import free_port, is_loopback
+from atoll.engines.network_interfaces import LOOPBACK, free_port, is_dialled, is_loopback
 from atoll.engines.own_code import LoopMember, LoopWorkload, load_own_code
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import read_spec, with_settings, write_spec
@@ -139,7 +139,7 @@ def _listen_address(spec: Elastic, folder: Path) -> str:
     if spec.port:
         retry(lambda: check_free(spec.listen), ConfigError, _PORT_LIMIT_S, _POLL_S)
         return spec.listen
-    former = JoinInfo.former(folder / "join_info.json")
+    former = JoinInfo.former(folder)
     return f"{spec.host}:{free_port(spec.host, former.spec.port if former and former.spec.host == spec.host else 0)}"
 
 
@@ -163,7 +163,7 @@ def invite_joiner(folder: Path, out: Path | None, revoke: str | None, standby: s
         raise ConfigError(
             f"--standby {shown_text(standby)}: other machines dial the standby rendezvous at HOST:PORT, such as 203.0.113.6:29400."
         )
-    info = JoinInfo.former(folder / "join_info.json")
+    info = JoinInfo.former(folder)
     if info is None:
         raise ConfigError(f"{folder} has no elastic run that was started with this version of atoll. Start it, then invite.")
     if not info.spec.secured:
@@ -385,7 +385,7 @@ def folder_copy(path: Path, join_info: JoinInfo) -> Iterator[Path]:
         folder = RunFolder.create(path, join_info.run, sys.argv)
     with folder.lock():
         # Resumed on this machine the run has one island at first, and listens where its user says.
-        write_spec(folder.path, replace(join_info.spec, listen="127.0.0.1:0", advertise="", processes=1))
+        write_spec(folder.path, replace(join_info.spec, listen=f"{LOOPBACK}:0", advertise="", processes=1))
         yield folder.path
 
 
@@ -413,7 +413,7 @@ def run_rendezvous(join_info: Path, address: str) -> NoReturn:
     end_with_supervisor()
     gateway = None
     try:
-        info = JoinInfo.from_text(join_info.read_text("utf-8", errors="replace"))
+        info = JoinInfo.from_text(join_info.read_bytes())
         rendezvous = Rendezvous(info, info.registry or address)
         if info.spec.secured:
             services = {"registry": info.registry, "lighthouse": info.lighthouse}
@@ -442,7 +442,10 @@ def find_run(address: str, name: str, folder: Path | None, joiner: Joiner) -> tu
         exit_with(error, sys.stderr)
 
     if folder is not None:
-        info, _ = fetch_join_info(address, LOCAL_TIMEOUT_S, run_id_of(folder))
+        registry, run_id = RegistryClient(address), run_id_of(folder)
+        with log_while_waiting(log, f"waiting for the run at {address}"):
+            retry(lambda: _check_run(address, registry.run_id(), run_id), ExchangeFailed, LOCAL_TIMEOUT_S, _POLL_S)
+        info = JoinInfo.read(folder)  # every member can overwrite what the registry holds
         if info.spec.secured:
             return info, local_network(info, folder, name, refused)
         return info, DirectNetwork(_host_towards(address), address, info.lighthouse, info.run_id)
@@ -486,9 +489,17 @@ def fetch_join_info(
 
     with log_while_waiting(log, f"waiting for the run at {addresses}"):
         info, found = retry(fetch, ExchangeFailed, timeout_s, _POLL_S)
-    if run_id is not None and info.run_id != run_id:
-        raise ConfigError(f"{found} belongs to another run ({info.run_id}, and not {run_id}). Set engine.listen to a free port.")
+    if run_id is not None:
+        _check_run(found, info.run_id, run_id)
     return info, found
+
+
+def _check_run(address: str, found: str | None, run_id: str) -> None:
+    """Refuse the rendezvous of another run. Raises ExchangeFailed if it has not published what run it is of."""
+    if found is None:
+        raise ExchangeFailed(f"the rendezvous at {address} has not published what run it is of. Start the run again.")
+    if found != run_id:
+        raise ConfigError(f"{address} belongs to another run ({found}, and not {run_id}). Set engine.listen to a free port.")
 
 
 def end_with_supervisor() -> None:

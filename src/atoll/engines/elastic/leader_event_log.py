@@ -34,6 +34,8 @@ from atoll.telemetry.event_log import E, explained, read_backwards, read_events
 
 QUORUM_FILE = "quorum.json"
 """In the run's folder: the processes of the last quorum that an island of this machine led."""
+PROCESSES_FILE = "processes.json"
+"""In the run's folder: the processes that its supervisors started."""
 _RETRY_S = 2.0
 """Between two attempts to finish the run."""
 WARNING = "warning: "
@@ -42,7 +44,7 @@ WARNING = "warning: "
 
 def refuse_folders(folder: RunFolder) -> None:
     """Refuse a folder of a run that has a folder in the place of a file which islands write: they would try again for ever."""
-    for name in (folder.events.name, "events.lease", "finish.lock", QUORUM_FILE, "processes.txt"):
+    for name in (folder.events.name, "events.lease", "finish.lock", QUORUM_FILE, PROCESSES_FILE):
         if (folder.path / name).is_dir():
             raise ConfigError(
                 f"{folder.path / name} is a folder, and an elastic run writes a file of this name. Remove the folder."

@@ -28,6 +28,7 @@ from atoll.engines.elastic.retry import retry
 from atoll.engines.elastic.snapshot_server import IslandStatus, SnapshotServer, query_islands, query_status
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.liveness import log_while_waiting
+from atoll.engines.network_interfaces import LOOPBACK
 from atoll.engines.point_to_point import first_sentence
 from atoll.engines.rank_store import open_store
 from atoll.engines.socket_transport import SocketGroup, connect_group
@@ -37,7 +38,7 @@ _CONNECT_LIMIT = timedelta(seconds=10)
 _RETRY_S, _MOVE_POLL_S = 0.2, 0.5
 _QUORUM_RETRIES = 1000
 """Of torchft's manager while the lighthouse is away. Without retries it never answers a request that the lighthouse died over."""
-_LOOPBACK, _UNREACHABLE = "127.0.0.1", "255.255.255.255"  # TCP refuses it at once, and no name server is asked
+_UNREACHABLE = "255.255.255.255"  # TCP refuses it at once, and no name server is asked
 _GlooOptions: Any = getattr(dist.ProcessGroupGloo, "_Options")  # noqa: B009 (torch's stubs lack it)
 
 
@@ -109,7 +110,7 @@ class Membership:
         with log_while_waiting(self._log, f"the lighthouse at {self._lighthouse} does not answer yet"):
             self._server = self._retry(lambda: self._manager_server(coordination))
         port = self._server.address().rpartition(":")[2]
-        self._client = coordination.ManagerClient(f"http://{_LOOPBACK}:{port}", connect_timeout=_CONNECT_LIMIT)
+        self._client = coordination.ManagerClient(f"http://{LOOPBACK}:{port}", connect_timeout=_CONNECT_LIMIT)
 
     def _manager_server(self, coordination: Any) -> Any:
         status = self._status
@@ -122,7 +123,7 @@ class Membership:
             # Only this island talks to its manager. The lighthouse's web page has a button that kills the island of a manager, so
             # the lighthouse gets no address that it could dial.
             hostname=_UNREACHABLE,
-            bind=f"{_LOOPBACK}:0",
+            bind=f"{LOOPBACK}:0",
             store_addr="",
             world_size=1,
             heartbeat_interval=_HEARTBEAT,
@@ -307,7 +308,7 @@ class Membership:
     def _gloo_group(self, quorum: Quorum, limit: timedelta) -> dist.ProcessGroupGloo:
         address, _, prefix = quorum.store.partition("/")
         host, _, port = address.rpartition(":")
-        host = _LOOPBACK if host.startswith("island:") else host  # all members are on the gateway's machine
+        host = LOOPBACK if host.startswith("island:") else host  # all members are on the gateway's machine
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
         options: Any = _GlooOptions()
         options._timeout = limit

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from atoll.engines.elastic.spec import NAME
+from atoll.engines.elastic.spec import NAME, is_island_address
 
 _PROCESS = re.compile(r"[\w.#-]{0,200}", re.ASCII)
 """What identifies a process: a name, a random number and a count."""
@@ -116,7 +116,8 @@ class Member:
         except ValueError:
             return None
         is_possible = NAME.fullmatch(name) and _PROCESS.fullmatch(process) and math.isfinite(member.joined_s)
-        return member if is_possible and member.to_replica_id() == text else None
+        is_reached = is_island_address(address) and 0 <= member.store_port < 1 << 16
+        return member if is_possible and is_reached and member.to_replica_id() == text else None
 
 
 @dataclass(frozen=True)

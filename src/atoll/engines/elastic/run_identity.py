@@ -27,6 +27,7 @@ from typing import Any
 from atoll.core.errors import ConfigError
 from atoll.core.optional_imports import require
 from atoll.core.verified_files import read_record, sealed, sync_folder, unsealed
+from atoll.engines.network_interfaces import is_dialled
 
 MACHINE = "machine"
 """The identity of the machine with the run's folder. Those of join files are random."""
@@ -214,6 +215,8 @@ class RunSecrets:
             record = read_record(path)
             credentials = Credentials(**record.pop("credentials"))
             found = RunSecrets(credentials, **{**record, "revoked": tuple(record["revoked"])})
+            if not all(isinstance(one, str) for one in (*vars(credentials).values(), *found.revoked)):
+                raise ValueError("its credentials and the ids of join files are texts")
         except FileNotFoundError as error:
             raise ConfigError(f"{folder} has no {path.relative_to(folder)}: no machine has been admitted to it yet.") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -376,6 +379,9 @@ class JoinFile:
             addresses, given, standby = tuple(record["addresses"]), record["credentials"], record["standby"]
             if not addresses or not all(isinstance(one, str) for one in (*addresses, standby, *given.values())):
                 raise ValueError("its addresses and credentials are texts")
+            for one in (*(address.rpartition("@")[2] for address in addresses), *filter(None, [standby])):
+                if not is_dialled(one):
+                    raise ValueError(f"{one[:80]!r} is not HOST:PORT")
             credentials = Credentials(**given)
             if credentials.fingerprint != record["fingerprint"] or not _RUN_ID.fullmatch(credentials.run_id):
                 raise ValueError("its fingerprint is not that of its certificate, or its run id is none")

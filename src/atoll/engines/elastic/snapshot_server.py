@@ -33,6 +33,7 @@ from torch import Tensor
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.serialization import pack
 from atoll.engines.elastic.direct_network import QUERY_S, DirectNetwork
+from atoll.engines.elastic.spec import is_island_address
 from atoll.engines.elastic.state_version import NO_VERSION, Checksum, StateVersion
 from atoll.engines.socket_transport import AcceptedConnections, receive_line, splice
 
@@ -97,6 +98,8 @@ class IslandStatus:
         try:
             sent = json.loads(text)
             if not isinstance(sent, dict) or {name: type(value) for name, value in sent.items()} != _STATUS_TYPES:
+                return None
+            if sent["address"] and not is_island_address(sent["address"]):
                 return None
             converted = {"phase": IslandPhase(sent["phase"]), "version": StateVersion.of(sent["version"])}
         except (ValueError, RecursionError):

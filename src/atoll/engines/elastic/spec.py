@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -12,15 +12,17 @@ from typing import Any, ClassVar, Literal, cast
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import OrInfinite, Timeout, hints_of, shown_text
 from atoll.core.errors import ConfigError, one_line
-from atoll.core.verified_files import parse_json
+from atoll.core.verified_files import sealed, unsealed
 from atoll.engines.elastic.gateway_protocol import wire_version
-from atoll.engines.network_interfaces import is_loopback
-from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec, is_dialled as is_dialled
+from atoll.engines.network_interfaces import LOOPBACK, is_dialled, is_loopback
+from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
 from atoll.runs.run_settings import Run
 from atoll.runs.validation import check_devices_share_batch
 
 LEAST_WINDOW_S = 2.0
 """The shortest window of a quorum. An island that has to wait asks again after up to 1 s, and shorter windows would miss it."""
+JOIN_INFO = "join_info.json"
+"""In the run's folder: what its rendezvous publishes to joiners."""
 NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 """Names of islands: they are parts of addresses and of ids."""
 
@@ -58,7 +60,7 @@ class Elastic(ProcessSpec):
     start_timeout_s: Timeout = 60.0
     heartbeat_timeout_s: Timeout = 1.0
     max_delta_ratio: OrInfinite = 25.0
-    listen: str = "127.0.0.1:0"
+    listen: str = f"{LOOPBACK}:0"
     advertise: str = ""
     network: Literal["tls", "trusted"] = "tls"
     devices: int = 1
@@ -160,6 +162,25 @@ def check_address(address: str) -> None:
         )
 
 
+def check_server(address: str) -> None:
+    """Refuse what is no address of one registry or lighthouse."""
+    if not is_dialled(address):
+        raise ConfigError(f"{shown_text(address)} is no address of a registry or a lighthouse: it is HOST:PORT over IPv4.")
+
+
+def is_island_address(address: str) -> bool:
+    """Whether an island may have this address: HOST:PORT; or in a run with a gateway `island:NAME`, and on the gateway's machine
+    with a port behind it.
+
+    >>> [is_island_address(one) for one in ("192.0.2.7:7000", "island:box-1", "island:box-1:7000", "box-1", "island:box-1:0", "")]
+    [True, True, True, False, False, False]
+    """
+    kind, _, rest = address.partition(":")
+    name, colon, port = rest.partition(":")
+    by_name = kind == "island" and NAME.fullmatch(name) and (not colon or is_dialled(f"{LOOPBACK}:{port}"))
+    return bool(by_name) or is_dialled(address)
+
+
 @dataclass(frozen=True)
 class JoinInfo:
     """What a joiner fetches from the rendezvous."""
@@ -185,22 +206,33 @@ class JoinInfo:
         return self.spec.quorum_timeout_s if waits_for_all else max(LEAST_WINDOW_S, run.algorithm.grace_s)
 
     @staticmethod
-    def former(path: Path) -> JoinInfo | None:
-        """What the last start of the run wrote to this file; None if there is none that this version can read."""
+    def read(folder: Path) -> JoinInfo:
+        """What the last start of the run wrote into its folder. Raises ConfigError if this version can read nothing there."""
+        path = folder / JOIN_INFO
         try:
-            return JoinInfo.from_text(path.read_text("utf-8"))
-        except (OSError, ValueError, ConfigError):
-            return None
+            text = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error.strerror or error}). Each start of an elastic run writes it: start the run again."
+            ) from error
+        return JoinInfo.from_text(text)
+
+    @staticmethod
+    def former(folder: Path) -> JoinInfo | None:
+        """What the last start of the run wrote into its folder; None if this version can read nothing there."""
+        with suppress(ConfigError):
+            return JoinInfo.read(folder)
+        return None
 
     def to_text(self) -> str:
         record = {"run": to_json(self.run), "spec": asdict(self.spec), "atoll": wire_version(), "first": self.first}
-        return json.dumps({**record, "lighthouse": self.lighthouse, "registry": self.registry, "run_id": self.run_id})
+        return sealed({**record, "lighthouse": self.lighthouse, "registry": self.registry, "run_id": self.run_id})
 
     @staticmethod
-    def from_text(text: str) -> JoinInfo:
+    def from_text(text: str | bytes) -> JoinInfo:
         """What `to_text` wrote. Raises ConfigError if this is of another version of atoll, or anything else."""
         try:
-            record = parse_json(text)
+            record = unsealed(text)
             if record["atoll"] != wire_version():
                 theirs = shown_text(str(record["atoll"]))
                 raise ConfigError(
@@ -212,9 +244,15 @@ class JoinInfo:
             first = None
             if record["first"] is not None:
                 own_registry, own_lighthouse = map(str, record["first"])
-                check_address(f"{own_registry},{own_lighthouse}")
+                check_server(own_registry)
+                check_server(own_lighthouse)
                 first = own_registry, own_lighthouse
-            return JoinInfo(from_json(record["run"], hint=Run), Elastic(**settings), lighthouse, registry, run_id, first)
+            spec = Elastic(**settings)
+            for one in (lighthouse, *filter(None, [registry])):
+                check_server(one)
+            if spec.secured and not all(is_loopback(one.rpartition(":")[0]) for one in (lighthouse, registry)):
+                raise ValueError(f"behind a gateway a registry and a lighthouse are on {LOOPBACK}")
+            return JoinInfo(from_json(record["run"], hint=Run), spec, lighthouse, registry, run_id, first)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"what describes the run to a joiner cannot be read ({one_line(error)}). Start the run again with this version of "

@@ -7,23 +7,25 @@ fetches the list of those that were revoked as long as the run's gateway answers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed
-from atoll.core.verified_files import write_text
+from atoll.core.errors import CheckpointError, ExchangeFailed
+from atoll.core.verified_files import read_kept, write_record
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayNetwork, own_address
-from atoll.engines.elastic.gateway_protocol import LOOPBACK
 from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous
 from atoll.engines.elastic.run_identity import IDENTITY, JoinFile, RunSecrets
 from atoll.engines.elastic.spec import JoinInfo
 from atoll.engines.liveness import Heartbeat
-from atoll.engines.network_interfaces import free_port
+from atoll.engines.network_interfaces import LOOPBACK, free_port, is_dialled
 
+LIGHTHOUSE_FILE, REVOKED_FILE = "lighthouse.json", "revoked.json"
+"""In a copy of the run's folder: the port of the standby's lighthouse; the ids of revoked join files."""
 _FETCH_S = 1.0
 """How often the list of revoked join files is fetched."""
 
@@ -33,10 +35,9 @@ class TrustedStandby:
     have learnt it find a restarted standby again."""
 
     def __init__(self, listen: str, info: JoinInfo, network: DirectNetwork, folder: Path) -> None:
-        host, path = listen.rpartition(":")[0], folder / "lighthouse_port"
-        former = path.read_text("ascii", errors="replace").strip() if path.exists() else ""
-        port = free_port(host, int(former) if former.isdecimal() and int(former) < 1 << 16 else 0)
-        write_text(path, f"{port}\n")
+        host = listen.rpartition(":")[0]
+        port = free_port(host, former_port(folder))
+        write_record(folder / LIGHTHOUSE_FILE, {"port": port})
         first = info.first or (network.registry, info.lighthouse)
         self._rendezvous = Rendezvous(replace(info, lighthouse=f"{host}:{port}", first=first), listen)
         self.dialled = self._rendezvous.address
@@ -53,8 +54,8 @@ class SecuredStandby:
     def __init__(
         self, listen: str, info: JoinInfo, network: GatewayNetwork, file: JoinFile, folder: Path, log: Callable[[str], object]
     ) -> None:
-        self._path = folder / "revoked.txt"
-        self._secrets = RunSecrets(file.credentials, authority_key="", revoked=_read(self._path))
+        self._path = folder / REVOKED_FILE
+        self._secrets = RunSecrets(file.credentials, authority_key="", revoked=former_revoked(folder))
         self._network, self._registry = network, RegistryClient(network.registry)
         lighthouse, registry = (f"{LOOPBACK}:{free_port(LOOPBACK)}" for _ in range(2))
         self._rendezvous = Rendezvous(replace(info, lighthouse=lighthouse, registry=registry), registry)
@@ -77,7 +78,7 @@ class SecuredStandby:
             self._secrets = replace(self._secrets, revoked=(*known, *new))
             self._rendezvous.set_revoked(self._secrets.revoked)
             with suppress(CheckpointError):  # on a full disk: it is fetched again
-                write_text(self._path, "".join(f"{one}\n" for one in self._secrets.revoked), CheckpointError)
+                write_record(self._path, {"revoked": self._secrets.revoked}, CheckpointError)
 
     def close(self) -> None:
         self._heartbeat.close(wait=True)
@@ -85,9 +86,24 @@ class SecuredStandby:
         self._rendezvous.close()
 
 
-def _read(path: Path) -> tuple[str, ...]:
-    """The identities in this file, one per line."""
-    words = path.read_text("utf-8", errors="replace").split() if path.exists() else []
-    if not all(map(IDENTITY.fullmatch, words)):
-        raise ConfigError(f"{path} is damaged: it holds ids of revoked join files, one per line. Restore it from a copy.")
-    return tuple(words)
+def former_port(folder: Path) -> int:
+    """The port of the lighthouse that ran beside this copy; 0 if none did."""
+
+    def parse(record: Mapping[str, Any]) -> int:
+        if not is_dialled(f"{LOOPBACK}:{record['port']}"):
+            raise ValueError("it holds no port")
+        return int(record["port"])
+
+    return read_kept(folder / LIGHTHOUSE_FILE, parse, 0, "Remove it: the islands then learn another port of the lighthouse.")
+
+
+def former_revoked(folder: Path) -> tuple[str, ...]:
+    """The ids of revoked join files that the standby beside this copy has fetched."""
+
+    def parse(record: Mapping[str, Any]) -> tuple[str, ...]:
+        if not all(map(IDENTITY.fullmatch, record["revoked"])):
+            raise ValueError("it holds no ids of join files")
+        return tuple(record["revoked"])
+
+    remedy = "Restore it from a copy; or remove it while the run's first machine is up, from which it is fetched again."
+    return read_kept(folder / REVOKED_FILE, parse, (), remedy)

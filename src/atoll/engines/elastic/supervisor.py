@@ -21,16 +21,16 @@ from pathlib import Path
 from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed, is_disk_full
 from atoll.core.events import read_event
 from atoll.core.protocols import Sink
-from atoll.core.verified_files import write_text
+from atoll.core.verified_files import read_kept, write_record, write_text
 from atoll.engines.elastic.gateway_client import machine_client
-from atoll.engines.elastic.leader_event_log import QUORUM_FILE
+from atoll.engines.elastic.leader_event_log import PROCESSES_FILE, QUORUM_FILE
 from atoll.engines.elastic.rendezvous import ENDS_KEPT, RegistryClient
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.run_identity import run_id_of
-from atoll.engines.elastic.spec import Elastic, JoinInfo
+from atoll.engines.elastic.spec import JOIN_INFO, Elastic, JoinInfo
 from atoll.engines.elastic.supervised_process import BACKOFF, Child
 from atoll.engines.liveness import Heartbeat, append_log_line, last_error, last_lines, rotate_log
-from atoll.engines.network_interfaces import free_port
+from atoll.engines.network_interfaces import LOOPBACK, free_port
 from atoll.engines.run_lifecycle import RunTask
 from atoll.runs.folder import RunFolder
 from atoll.telemetry.event_log import explained
@@ -100,10 +100,9 @@ class Supervisor:
         self._looked_s = 0.0
         host = hooks.host or spec.host
         self.address = f"{host}:{spec.port or free_port(host)}"
-        join_info = self._folder / "join_info.json"
-        former = JoinInfo.former(join_info)
+        join_info, former = self._folder / JOIN_INFO, JoinInfo.former(self._folder)
         # A gateway leads to these two: they listen on loopback.
-        local = "127.0.0.1" if spec.secured else host
+        local = LOOPBACK if spec.secured else host
         lighthouse = _kept(former.lighthouse if former else "", local, self.address)
         registry = _kept(former.registry if former else "", local, self.address, lighthouse) if spec.secured else ""
         write_text(join_info, JoinInfo(task.run, spec, lighthouse, registry, run_id_of(self._folder)).to_text())
@@ -132,8 +131,8 @@ class Supervisor:
             IslandFailed: no island can be kept alive, or not the rendezvous; or all islands ended before the run was finished. All
                 processes have been stopped.
         """
-        self.health = RendezvousHealth(self._lighthouse, self._registry, self._gateway)
         ends = EndReports(self._folder, self._registry, self.islands, self._warn)
+        self.health = RendezvousHealth(self._lighthouse, self._registry, self._gateway)
         try:
             for child in self._children:
                 with explained("write", child.log):
@@ -268,14 +267,23 @@ def _stop(children: Sequence[Child]) -> None:
         child.release()
 
 
+def former_processes(folder: Path) -> list[str]:
+    """The processes that supervisors of this folder started, as far as they are kept."""
+    remedy = (
+        "Restore it from a copy, or remove it: islands of other machines may then take processes of this machine that have ended "
+        "for the other side of a network partition, and wait for them until they are started again"
+    )
+    return read_kept(folder / PROCESSES_FILE, lambda record: [*map(str, record["processes"])], [], f"{remedy}.")
+
+
 class EndReports:
     """Reports processes of this machine's islands that have ended to the registry, so that other islands do not take them for the
     other side of a partition; and warns if islands wait. Processes of an earlier supervisor of this folder have ended with it."""
 
     def __init__(self, folder: Path, address: str, islands: Sequence[Child], warn: Callable[[str], object]) -> None:
         self._registry, self._islands, self._warn = RegistryClient(address), islands, warn
-        self._path, self._kept = folder / "processes.txt", max(1, ENDS_KEPT // (1 + len(islands)))
-        self._before = self._path.read_text("utf-8", "replace").split()[-self._kept :] if self._path.exists() else []
+        self._path, self._kept = folder / PROCESSES_FILE, max(1, ENDS_KEPT // (1 + len(islands)))
+        self._before = former_processes(folder)[-self._kept :]
         self._written = self._before
         self._reported = set[str]()
         """To the registry that runs now, which cuts old reports."""
@@ -291,7 +299,7 @@ class EndReports:
             ended += processes if child.exit_code is not None else processes[:-1]
         with suppress(CheckpointError):  # on a full disk; the next supervisor cannot report these
             if started != self._written:
-                write_text(self._path, "".join(f"{process}\n" for process in started), CheckpointError)
+                write_record(self._path, {"processes": started}, CheckpointError)
                 self._written = started
         with suppress(ExchangeFailed):
             if self._registry.is_new_to(self._id):

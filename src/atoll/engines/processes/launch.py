@@ -21,10 +21,10 @@ from types import FrameType
 
 from atoll.core.errors import AtollError, ConfigError
 from atoll.engines.liveness import PEER_MISSING, last_error, log_while_waiting
-from atoll.engines.network_interfaces import is_loopback
+from atoll.engines.network_interfaces import LOOPBACK, is_loopback
 from atoll.engines.processes.rank import rank_log_path, run_rank
 from atoll.engines.processes.spec import Processes
-from atoll.engines.rank_store import AGENT_STORE, LOOPBACK, connect_store, open_store, refuse_untrusted_network
+from atoll.engines.rank_store import AGENT_STORE, connect_store, open_store, refuse_untrusted_network
 from atoll.engines.run_lifecycle import Result, RunRequest, discard
 from atoll.engines.spec import started_by_torchrun
 

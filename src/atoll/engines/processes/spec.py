@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from atoll.core.config.type_checks import Timeout
 from atoll.core.errors import ConfigError
-from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec, is_dialled
+from atoll.engines.network_interfaces import is_dialled
+from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
 from atoll.runs.run_settings import Run, device_of
 
 

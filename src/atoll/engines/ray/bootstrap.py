@@ -23,7 +23,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
-from atoll.engines.network_interfaces import is_loopback
+from atoll.engines.network_interfaces import LOOPBACK, is_loopback
 from atoll.engines.point_to_point import first_sentence
 from atoll.engines.rank_store import environment
 
@@ -42,7 +42,6 @@ _LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CONNECT_S = 5.0
 _LOOK_EVERY_S = 1.0
 _HEAD_PATIENCE_S = 3.0
@@ -74,7 +73,7 @@ def own_ray(*, cpus: int, gpus: int, store_bytes: int, folder: Path, trusted: bo
         _reload_token()
         try:
             settings = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": capacity_bytes}
-            _connect(ray, address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **settings)
+            _connect(ray, address="local", include_dashboard=False, _node_ip_address=LOOPBACK, **settings)
         except ValueError as error:
             raise ConfigError(
                 f"Ray could not start with an object store of {capacity_bytes} bytes: {first_sentence(str(error))}. Free some "
@@ -105,7 +104,7 @@ def cluster(address: str, *, trusted: bool = False) -> Iterator[Any]:
     check_network(address, trusted=trusted)
     settings = {_AUTH_MODE: os.environ.get(_AUTH_MODE, "token")}
     # Else Ray replaces a loopback address by the machine's network address, where a loopback cluster does not listen.
-    with environment({**settings, **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if host in _LOOPBACK else {})}):
+    with environment({**settings, **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if is_loopback(host) else {})}):
         ray = library()
         try:
             _connect(ray, address=address)
