@@ -431,7 +431,8 @@ def _read(scalars: Sequence[Tensor]) -> list[float]:
     if len(devices) > 1:  # such as a counter of steps on the CPU
         return [float(scalar) for scalar in scalars]
     dtype = torch.float64 if any(scalar.dtype == torch.float64 for scalar in scalars) else torch.float32
-    found: list[float] = torch.stack([scalar.to(dtype) for scalar in scalars]).tolist()
+    runs = [torch.stack([*run]).to(dtype) for _, run in itertools.groupby(scalars, key=lambda scalar: scalar.dtype)]
+    found: list[float] = (torch.cat(runs) if len(runs) > 1 else runs[0]).tolist()
     return found
 
 
