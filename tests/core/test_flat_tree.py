@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from atoll.core.errors import TreeDonated
-from atoll.core.flat_tree import Tree, _norms_finite, empty, products, trainable
+from atoll.core.flat_tree import Tree, all_finite, empty, finite_and_set, measure, products, trainable
 from atoll.core.layout import Layout, shard_range
 
 torch.set_num_threads(1)
@@ -627,11 +627,28 @@ def test_products_are_those_of_each_with_each():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_one_kernel_for_many_buffers_finds_a_value_that_is_not_finite(dtype):
-    """What a GPU computes. An overflowing norm is "perhaps not", and each Tree is looked at then."""
-    flats = [torch.ones(5, dtype=dtype), torch.empty(0, dtype=dtype), torch.full((3,), -2.0, dtype=dtype)]
-    assert _norms_finite(flats)
-    assert _norms_finite([])
+def test_a_value_that_is_not_finite_is_found_among_many_trees(dtype):
+    """An overflowing norm is "perhaps not", and each Tree is looked at then."""
+    trees = [Tree.of({"w": torch.ones(5, dtype=dtype)}), Tree.of({}), Tree.of({"w": torch.full((3,), -2.0, dtype=dtype)})]
+    assert all_finite(trees)
+    assert all_finite([])
     for value in (math.inf, -math.inf, math.nan):
-        assert not _norms_finite([*flats, torch.tensor([1.0, value], dtype=dtype)])
-    assert not _norms_finite([torch.full((2,), 3e38)])
+        spoilt = Tree.of({"w": torch.tensor([1.0, value], dtype=dtype)})
+        assert not all_finite([*trees, spoilt])
+        assert not measure([*trees, spoilt])
+    assert all_finite([Tree.of({"w": torch.full((2,), 3e38)})])
+    assert finite_and_set(trees, [torch.tensor(True), torch.tensor(False)]) == (True, [True, False])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_measured_tree_has_the_same_figures(dtype):
+    values = torch.randn(200_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    trees = [Tree.of({"w": values}), Tree.of({"w": values[:3]}), Tree.of({})]
+    before = [(tree.norm(), tree.dot(tree)) for tree in trees]
+    assert measure(trees)
+    assert [(tree.norm(), tree.dot(tree)) for tree in trees] == before
+    assert trees[0].mul_(2.0).norm() == pytest.approx(2 * before[0][0])  # it is computed again
+    trees[0].release()
+    for figure in (trees[0].norm, lambda: trees[0].dot(trees[0])):
+        with pytest.raises(TreeDonated):
+            figure()

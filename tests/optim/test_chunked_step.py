@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atoll.core.chunked_elementwise import CHUNK
 from atoll.core.errors import TreeDonated
@@ -150,3 +151,28 @@ def test_the_form_for_a_gpu_is_that_of_the_rule_within_rounding(rule, given, dty
         assert torch.allclose(one.flat, expected[0].flat, rtol=1e-5, atol=1e-6)
     for one, two in zip(trees((kept, unsent.state)), trees((expected[1], expected[1])), strict=True):
         assert torch.allclose(one.flat, two.flat, rtol=1e-5, atol=1e-6)
+
+
+class Launches(TorchDispatchMode):
+    """The operations that a GPU would launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if not operation.is_view and "empty" not in str(operation):
+            self.names.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_preview_for_a_gpu_is_three_launches(monkeypatch):
+    """One copies weights and moments, and the new weights lie where they are sent from. Islands share the count of steps."""
+    monkeypatch.setattr(chunked_step, "_has_fused_kernel", lambda rule, params: True)
+    rule, params, mine = AdamW(lr=0.01, decay="all"), *(Tree.of({"w": torch.ones(64)}) for _ in range(2))
+    state = rule.init(params)
+    preview(rule, params, mine.copy(), state)
+    with Launches() as launches:
+        sent = preview(rule, params, mine, state, over=3.0)
+    assert launches.names == ["mul", "_foreach_copy_", "_fused_adamw_"]
+    assert sent.flat.data_ptr() == mine.flat.data_ptr()

@@ -27,6 +27,7 @@ pieces of larger tensors: its layout has what is needed to save, join and cut th
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -53,7 +54,7 @@ def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 class Tree(Mapping[str, Tensor]):
     """Named tensors over one contiguous buffer. See the top of this file."""
 
-    __slots__ = ("_donated", "_flat", "_read", "borrowed", "layout")
+    __slots__ = ("_donated", "_flat", "_norm", "_read", "borrowed", "layout")
 
     def __init__(self, layout: Layout, flat: Tensor) -> None:
         assert flat.shape == (layout.numel,), (flat.shape, layout.numel)
@@ -63,6 +64,7 @@ class Tree(Mapping[str, Tensor]):
         self._flat: Tensor | None = flat
         self._donated = False
         self._read: Callable[[Layout], Tensor] | None = None
+        self._norm: tuple[float, float] | None = None  # the norm and its square, kept by `measure`
 
     # ------------------------------------------------------------------------------------------------ making and reading
 
@@ -200,6 +202,7 @@ class Tree(Mapping[str, Tensor]):
         operands: list[Any] = [self.flat, *map(self._operand, others)]
         if out is not None:
             operation(*operands, **options, out=out.flat)
+            out._norm = None
             return out
         collected = [t for tree, t in zip((self, *others), operands, strict=True) if type(tree) is Tree and tree._read is not None]
         place = collected[0] if collected else empty(self.layout.numel, operands[0].dtype, operands[0].device)
@@ -288,22 +291,20 @@ class Tree(Mapping[str, Tensor]):
     def dot(self, other: Tree) -> float:
         """The inner product, summed in double precision."""
         self._operand(other)
+        if self is other and self._norm is not None:
+            return self._norm[1]
         if self is other and self.flat.device.type != "cpu":
             return self.norm() ** 2  # one kernel, and no doubles
-        # The doubles of one chunk stay in a CPU's cache; on a GPU a chunk costs launches, and its doubles memory.
-        on_cpu = self.flat.device.type == "cpu"
-        size = _CHUNK if on_cpu else _DEVICE_CHUNK
-        pairs = zip(torch.split(self.flat, size), torch.split(other.flat, size), strict=True)
-        dots = (torch.dot(one.double(), two.double()) for one, two in pairs)
-        if not on_cpu:  # one synchronization
-            return float(torch.stack([*dots, torch.zeros((), dtype=torch.float64, device=self.flat.device)]).sum())
-        total = 0.0
-        for dot in dots:
-            total += float(dot)  # not sum(): some versions of Python round it otherwise
-        return total
+        if self.flat.device.type == "cpu":
+            return _added(_dots(self.flat, other.flat, _CHUNK))
+        # On a GPU a chunk costs launches, and its doubles memory. One synchronization.
+        dots = _dots(self.flat, other.flat, _DEVICE_CHUNK)
+        return float(torch.stack([*dots, torch.zeros((), dtype=torch.float64, device=self.flat.device)]).sum())
 
     def norm(self) -> float:
         """The Euclidean norm, summed in double precision."""
+        if self._norm is not None and self.flat is not None:  # reading a Tree that was donated raises
+            return self._norm[0]
         if self.flat.device.type != "cpu":  # one kernel, and no doubles
             return float(torch.linalg.vector_norm(self.flat, dtype=torch.float64))
         return math.sqrt(self.dot(self))
@@ -362,6 +363,7 @@ class Tree(Mapping[str, Tensor]):
         for start, stop in self.layout.ranges(part.layout):
             self.flat[start:stop].copy_(part.flat[at : at + stop - start])
             at += stop - start
+        self._norm = None
         return self
 
     def overlaid(self, part: Tree) -> Tree:
@@ -376,16 +378,62 @@ class Tree(Mapping[str, Tensor]):
 
 
 def all_finite(trees: Iterable[Tree]) -> bool:
-    """Whether every value of every Tree is finite, with one synchronization on a GPU."""
+    """Whether every value of every Tree is finite. The host waits for the device once."""
+    return finite_and_set(trees, [])[0]
+
+
+def finite_and_set(trees: Iterable[Tree], flags: Sequence[Tensor]) -> tuple[bool, list[bool]]:
+    """Whether every value of every Tree is finite, and which of these flags are set. The host waits for the device once."""
     trees = list(trees)
-    if any(tree.flat.device.type == "cpu" for tree in trees):
-        return all(tree.is_finite() for tree in trees)
-    return _norms_finite([tree.flat for tree in trees]) or all(tree.is_finite() for tree in trees)  # a norm may overflow
+    # A GPU computes all norms in one kernel, without a temporary. A norm may overflow though no value does.
+    norms = torch._foreach_norm([tree.flat for tree in trees]) if trees else []
+    numbers = _read([*norms, *flags])
+    finite = all(map(math.isfinite, numbers[: len(trees)])) or all(tree.is_finite() for tree in trees)
+    return finite, [number != 0.0 for number in numbers[len(trees) :]]
 
 
-def _norms_finite(flats: Sequence[Tensor]) -> bool:
-    """Whether the norms of all buffers are finite: one kernel for all of them, and one synchronization."""
-    return not flats or bool(torch.isfinite(torch.stack([norm.float() for norm in torch._foreach_norm(list(flats))])).all())
+def measure(trees: Sequence[Tree]) -> bool:
+    """Computes the norms of these Trees and keeps them for `norm` and `dot`. The host waits for the device once. Nobody may change
+    the values from now on. Returns whether all norms are finite."""
+    if all(tree.flat.device.type == "cpu" for tree in trees):
+        dots = [_dots(tree.flat, tree.flat, _CHUNK) for tree in trees]
+        numbers = iter(_read([dot for each in dots for dot in each]))
+        squares = [_added(itertools.islice(numbers, len(each))) for each in dots]
+        norms = [math.sqrt(square) for square in squares]
+    else:
+        norms = _read(torch._foreach_norm([tree.flat for tree in trees], 2, torch.float64))
+        squares = [norm**2 for norm in norms]
+    for tree, norm, square in zip(trees, norms, squares, strict=True):
+        tree._norm = norm, square
+    return all(map(math.isfinite, norms))
+
+
+def _dots(one: Tensor, two: Tensor, size: int) -> list[Tensor]:
+    """The inner products of chunks of this size, in double precision. The doubles of a chunk stay in a CPU's cache."""
+    if one is two:
+        return [torch.dot(part, part) for part in (part.double() for part in torch.split(one, size))]
+    pairs = zip(torch.split(one, size), torch.split(two, size), strict=True)
+    return [torch.dot(mine.double(), other.double()) for mine, other in pairs]
+
+
+def _added(numbers: Iterable[float | Tensor]) -> float:
+    total = 0.0
+    for number in numbers:
+        total += float(number)  # not sum(): some versions of Python round it otherwise
+    return total
+
+
+def _read(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of these tensors without dimensions. The host waits once, and not for each."""
+    if not scalars:
+        return []
+    devices = {scalar.device: None for scalar in scalars}
+    if len(devices) > 1:  # such as a counter of steps on the CPU
+        return [float(scalar) for scalar in scalars]
+    dtype = torch.float64 if any(scalar.dtype == torch.float64 for scalar in scalars) else torch.float32
+    runs = [torch.stack([*run]).to(dtype) for _, run in itertools.groupby(scalars, key=lambda scalar: scalar.dtype)]
+    found: list[float] = (torch.cat(runs) if len(runs) > 1 else runs[0]).tolist()
+    return found
 
 
 def products(trees: Sequence[Tree]) -> list[list[float]]:
@@ -406,6 +454,7 @@ def _tree(layout: Layout, flat: Tensor | None, *, donated: bool = False, borrowe
     """A Tree without the constructor's checks."""
     tree = object.__new__(Tree)
     tree.layout, tree._flat, tree._donated, tree.borrowed, tree._read = layout, flat, donated, borrowed, None
+    tree._norm = None
     return tree
 
 

@@ -44,8 +44,7 @@ def preview(
     """
     check_layouts(params, gradient, *trees_in(state))
     if _has_fused_kernel(rule, params):
-        copies = [tree.copy() for tree in trees_in((params, state))]
-        return _fused(rule, copies, gradient, state, over, times, sent).sent
+        return _fused_preview(rule, params, gradient, state, over, times, sent)
     new = _sent(gradient, sent or gradient.flat.dtype)
     for (into,), weights, passing in _chunks(rule, params, gradient, state, [new.flat], over, times):
         into.copy_(weights.flat)
@@ -115,6 +114,24 @@ def _fused(
     on_wire = _sent(gradient, sent or gradient.flat.dtype)
     on_wire.flat.copy_(new.flat)
     return Stepped(on_wire, new, stepped)
+
+
+def _fused_preview(
+    rule: Any, params: Tree, gradient: Tree, state: Any, over: float, times: float, sent: torch.dtype | None
+) -> Tree:
+    """A step in copies of the weights and the state's Trees: one kernel makes all copies. That of the weights lies where it is sent
+    from, if it has that precision."""
+    on_wire, olds = _sent(gradient, sent or gradient.flat.dtype), list(trees_in((params, state)))
+    mean = gradient.flat.to(params.flat.dtype) * (times / over)
+    copies = [empty(old.numel, old.flat.dtype, old.flat.device) for old in olds]
+    if on_wire.flat.dtype == params.flat.dtype:
+        copies[0] = on_wire.flat
+    torch._foreach_copy_(copies, [old.flat for old in olds])
+    weights, *moments = (Tree(old.layout, copy).donate() for old, copy in zip(olds, copies, strict=True))
+    new, _ = rule.update_in_place(weights, Tree(params.layout, mean), with_trees(state, iter(moments)))
+    if new.flat.data_ptr() != on_wire.flat.data_ptr():
+        on_wire.flat.copy_(new.flat)
+    return on_wire
 
 
 def _sent(gradient: Tree, dtype: torch.dtype) -> Tree:

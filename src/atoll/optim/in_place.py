@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache, partial, wraps
+from functools import cache, lru_cache, partial, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -171,12 +171,18 @@ def fused_adamw(
     rows = bodies + padded
     if not rows:
         return
-    steps = [torch.full((), float(step), device=moments.weights.device)] * len(rows)
+    steps = [_number(float(step), moments.weights.device)] * len(rows)
     kernel = partial(torch._fused_adamw_, *map(list, zip(*rows, strict=True)), [], steps, amsgrad=False, maximize=False)
     kernel(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps)
     for row, updated in zip(ends, padded, strict=True):
         for end, values in ((row.weights, updated.weights), (row.mean, updated.mean), (row.square, updated.square)):
             end.copy_(values[: end.numel()])
+
+
+@lru_cache(maxsize=4)
+def _number(value: float, device: torch.device) -> Tensor:
+    """The count of steps, which the kernel only reads. Islands of one process share it, since each costs a GPU a launch."""
+    return torch.full((), value, device=device)
 
 
 def _cut(moments: Moments, ranges: Iterable[tuple[int, int]]) -> tuple[list[Moments], list[Moments]]:

@@ -27,6 +27,7 @@ from atoll.core.events import (
     RunFinished,
 )
 from atoll.core.serialization import load_tree
+from atoll.core.verified_files import sealed, unsealed
 from atoll.data.text import Text
 from atoll.engines.elastic import island as island_module, recovery
 from atoll.engines.elastic.aggregation import DeltaSummary, Disagreement
@@ -233,9 +234,9 @@ def test_join_info_survives_its_text(toy):
 
 def test_join_info_of_another_protocol_is_refused_by_name(toy):
     text = JoinInfo(toy(3), Elastic(processes=3), "127.0.0.1:99").to_text()
-    early, ours = {**json.loads(text), "atoll": version("atoll")}, version("atoll")
+    early, ours = {**unsealed(text), "atoll": version("atoll")}, version("atoll")
     with pytest.raises(ConfigError, match=rf"run is of atoll {ours}, and this is atoll {ours}, protocol 2\. All islands"):
-        JoinInfo.from_text(json.dumps(early))
+        JoinInfo.from_text(sealed(early))
 
 
 def test_an_island_that_fetched_the_state_observes_though_it_holds_a_lease(threaded, toy):

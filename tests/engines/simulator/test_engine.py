@@ -470,6 +470,34 @@ def test_gradients_that_are_not_finite_skip_the_update_on_all_islands(wide, valu
     assert done.finished.outer_steps == done.finished.tokens == 0
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_finite_gradients_whose_sum_overflows_are_no_island_s_fault(wide):
+    """Then all take the step, and the run ends with the weights that it leads to."""
+    got, tree = [], Tree.of({"w": torch.full((3,), 3e38, dtype=torch.bfloat16)})
+    done = simulate(Adding(tree, got, wide), steps=1, cluster=Cluster(islands=3))
+    assert [one.finite for one in got] == [True] * 3
+    assert not got[0].value.is_finite()
+    assert not done.of(UpdateSkipped)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("weight", [0.0, 1.0, 2.0])
+def test_a_mean_says_whether_every_tree_was_finite_also_one_without_weight(value, weight):
+    means = []
+
+    @dataclass(frozen=True)
+    class Averaging(DiLoCo):
+        async def round(self, state, replica, peers):
+            await replica.train(self.inner_steps, peers.work(self.inner_steps))
+            last = peers.rank == 2
+            tree = Tree.of({"w": torch.full((2,), value if last else 1.0)})
+            means.append(await peers.mean(tree, weight if last else 1.0))
+            return state
+
+    simulate(Averaging(inner_steps=1), steps=1, cluster=Cluster(islands=3))
+    assert [mean.finite for mean in means] == [math.isfinite(value)] * 3
+
+
 def test_an_update_without_weight_is_skipped_and_the_run_ends():
     got, tree = [], Tree.of({"w": torch.zeros(3)})
     done = simulate(Adding(tree, got, wide=False, weight=0.0), steps=3, cluster=Cluster(islands=2))

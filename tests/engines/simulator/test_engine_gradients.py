@@ -1,7 +1,7 @@
 """The simulator with algorithms that exchange gradients: what is counted, drawn, left out and refused."""
 
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -13,11 +13,16 @@ from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Computed, Exchanged, IslandJoined, RoundFailed, RoundFinished, UpdateSkipped
+from atoll.core.flat_tree import Tree
 from atoll.core.protocols import whole_steps
+from atoll.engines.simulator.batched_compute import BatchedCompute
+from atoll.engines.simulator.engine import SimEngine
+from atoll.engines.simulator.member_work import SimSetup
 from atoll.optim.delayed_nesterov import Buffered
 from atoll.optim.sgd import SGD, Nesterov
+from atoll.replica.local_replica import LocalReplica
 from atoll.runs.cluster import Cluster, Link, Lost
-from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
+from atoll.testing.simulated_runs import Recorder, Regression, RegressionBatches, run_engine, simulate
 
 
 def test_a_pool_shares_the_run_evenly_also_where_rounds_differ_in_length():
@@ -59,6 +64,45 @@ def test_pieces_of_a_batch_share_its_jitter():
         batches = [spans[at : at + 2 * pieces] for at in range(0, len(spans) - 2 * pieces, 2 * pieces)]
         assert all(batch == pytest.approx([batch[0]] * len(batch)) for batch in batches)
         assert len({round(batch[0], 9) for batch in batches}) == len(batches)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "waits"),
+    [
+        (DDP(clip_norm=1.0), 3),
+        (ZeRO1(clip_norm=1.0), 3),
+        (DPU(clip_norm=1.0, warmup=1), 3),
+        (WP(clip_norm=1.0), 3),
+        (ACCO(clip_norm=1.0), 5),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_the_host_reads_once_per_pass_once_per_exchange_and_once_per_commit(algorithm, waits, monkeypatch):
+    """On a GPU each read waits until the device has computed all that was launched. Islands are stacked, so one pass is that of
+    all of them."""
+    reads, at_round, workload = [], [], Regression(hidden=3)
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, read=read: (reads.append(read), read(tensor))[1])
+
+    class Counting(Recorder):
+        def emit(self, event):
+            if isinstance(event, RoundFinished):
+                at_round.append(len(reads))
+
+    setup = SimSetup(
+        cluster=Cluster(islands=4),
+        params=Tree.of(workload.module()),
+        batches=workload.batches,
+        make_replica=lambda island: LocalReplica(workload, optimizer=SGD(lr=0.02)),
+        evaluate=lambda params, buffers: {"loss": 0.0},
+        sink=Counting(),
+        steps=6,
+        evaluate_every=6,
+        batched_compute=BatchedCompute("stacked", 4, workload.loss, compiled=False, on_decision=lambda how, why: None),
+    )
+    run_engine(SimEngine(algorithm, setup, count_memory=False))
+    assert [after - before for before, after in pairwise(at_round[1:])] == [waits] * 4
 
 
 class Poison(Regression):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import UpdateSkipped
-from atoll.core.flat_tree import Tree, all_finite, products
+from atoll.core.flat_tree import Tree, all_finite, measure, products
 from atoll.core.layout import Layout, shard_range
 from atoll.core.nested_trees import memory_of
 from atoll.core.protocols import Encoding, Mean, Scattered
@@ -253,8 +253,7 @@ class SimCollectives:
         """The result of the exchange, by rank."""
         trees = [c.tree for c in heard]
         if what == "mean":
-            finite, unsent = all_finite(trees), dict[int, Tree | None]()
-            encodings = [c.encoding for c in heard if c.encoding is not None]
+            unsent, encodings = dict[int, Tree | None](), [c.encoding for c in heard if c.encoding is not None]
             if not weight > 0:
                 value = arrived[0].tree.zeros()
             elif encodings:
@@ -262,6 +261,10 @@ class SimCollectives:
                 unsent = {c.rank: error for c, error in zip(heard, errors, strict=True)}
             else:
                 value = weighted_mean(trees, [c.weight for c in heard])
+            # A value that is not finite makes the mean so, unless its tree has no weight or a codec sends something else. The
+            # norm of the mean shows that, and is what clipping needs.
+            in_the_mean = weight > 0 and not encodings and all(c.weight for c in heard)
+            finite = (in_the_mean and measure([value])) or all_finite(trees)
             self.results.append(value)
             ranks = {c.rank for c in heard}
             return {c.rank: Mean(value, weight, c.rank in ranks, finite, unsent.get(c.rank)) for c in arrived}
@@ -270,10 +273,11 @@ class SimCollectives:
         if what == "all_gather":
             whole = _joined(trees, self.results)
             return {c.rank: whole for c in arrived}
-        finite = all_finite(trees)
         whole = ordered_sum([tree.wide() if wide else tree for tree in trees], [1.0] * len(trees))
         self.results.append(whole)
-        return {c.rank: Scattered(whole.shard(c.rank, len(arrived)), weight, finite) for c in arrived}
+        shards = [whole.shard(c.rank, len(arrived)) for c in arrived]
+        finite = measure(shards) or all_finite(trees)  # a value that is not finite makes the sum so; the sum alone may overflow
+        return {c.rank: Scattered(shard, weight, finite) for c, shard in zip(arrived, shards, strict=True)}
 
 
 def device_cuts(whole: Layout, part: Layout, devices: int) -> list[tuple[int, int]]:

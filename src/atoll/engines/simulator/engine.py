@@ -17,14 +17,14 @@ import torch
 
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Progress, RoundFailed, RunFinished
-from atoll.core.flat_tree import Tree, all_finite
+from atoll.core.flat_tree import Tree, finite_and_set
 from atoll.core.nested_trees import memories, recycle, trees
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, fields_owned, whole_steps
 from atoll.core.shared_results import sharing
 from atoll.engines.accounting import diverged_weights
 from atoll.engines.shared_and_sharded_state import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
 from atoll.engines.simulator.collectives import RoundAborted, RoundQuorum, SimCollectives
-from atoll.engines.simulator.intra_island import check_held_weights, held_weights, in_slices, load_held_weights
+from atoll.engines.simulator.intra_island import check_held_weights, differing_weights, held_weights, in_slices, load_held_weights
 from atoll.engines.simulator.member_work import MemberWork, SimSetup
 from atoll.engines.simulator.membership import ClusterState, IslandState
 from atoll.engines.simulator.memory_counter import MemoryCounter, is_counted
@@ -243,9 +243,11 @@ class SimEngine(BaseSimEngine):
         if self._agreed is None:
             return
         slices = [fields_owned(island.state, Owner.SHARDED) for island in self.islands.values()]
-        if not all_finite(trees([self._agreed, slices])):
+        flags = differing_weights(self.algorithm, self.islands.values())
+        finite, differing = finite_and_set(trees([self._agreed, slices]), flags)
+        if not finite:
             raise TrainingDiverged(self.accounting.divergence) if self.accounting.divergence else diverged_weights(self.round)
-        check_held_weights(self.algorithm, self.islands.values(), collectives)
+        check_held_weights(differing, collectives)
         totals, skipped = self.accounting.totals, collectives.skipped
         totals.skipped_in_a_row = self.accounting.count_skipped(skipped, totals.skipped_in_a_row, self._sink)
         self._cluster_state.shared = self._agreed

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from atoll.algorithms.streaming import FragmentRanges, Streaming
 from atoll.core.errors import ConfigError, ExchangeFailed
-from atoll.core.flat_tree import Tree
+from atoll.core.flat_tree import Tree, finite_and_set
 from atoll.core.layout import shard_range
 from atoll.core.nested_trees import memories, recycle
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned
@@ -30,7 +31,6 @@ from atoll.engines.simulator.peers import SimPeers, SimReplica
 from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock, Wait
 from atoll.engines.training_setup import TrainingOnlyReplica
 from atoll.replica.flat_parameters import FlatModule
-from atoll.replica.local_replica import LocalReplica
 from atoll.runs.run_settings import with_rate_at
 
 
@@ -53,11 +53,8 @@ def load_held_weights(algorithm: Any, members: Collection[SimMember]) -> None:
             member.replica.load(whole)
 
 
-def check_held_weights(algorithm: Any, members: Collection[SimMember], collectives: SimCollectives) -> None:
-    """Raises ExchangeFailed if a replica holds other weights than the slices of all members of this round, in rank order."""
-    if not isinstance(algorithm, HoldsWeights):
-        return
-    differing = _differing(held_weights(algorithm, members), [member.replica for member in members])
+def check_held_weights(differing: Sequence[bool], collectives: SimCollectives) -> None:
+    """Raises ExchangeFailed if a replica differs, as `differing_weights` says for each."""
     if any(differing):
         raise ExchangeFailed(
             f"after round {collectives.round} {collectives.name(differing.index(True))} holds other weights than the joined slices "
@@ -65,15 +62,19 @@ def check_held_weights(algorithm: Any, members: Collection[SimMember], collectiv
         )
 
 
-def _differing(whole: Tree, replicas: Sequence[LocalReplica]) -> list[bool]:
-    """Which replicas hold other weights than these. The host reads the answer for all replicas from the GPU at once."""
+def differing_weights(algorithm: Any, members: Collection[SimMember]) -> list[Tensor]:
+    """Flags in rank order: whether a member's replica holds other weights than the slices of all members of this round. None if
+    replicas hold no weights between rounds. The host does not wait for a GPU here: it reads them with what else it has to read."""
+    if not isinstance(algorithm, HoldsWeights):
+        return []
+    whole, replicas = held_weights(algorithm, members), [member.replica for member in members]
     on_gpu = whole.flat.device.type != "cpu"
     flat = on_gpu and all(isinstance(replica.weights, FlatModule) for replica in replicas)  # others have no flat buffer to borrow
     borrowed = [replica.weights.borrowed() for replica in replicas if flat]
     if not borrowed or any(weights.layout != whole.layout for weights in borrowed):
-        return [not replica.weights.equals(whole) for replica in replicas]
-    found: list[bool] = torch.stack([(one.flat != whole.flat.to(one.flat.dtype)).any() for one in borrowed]).tolist()
-    return found
+        return [torch.tensor(not replica.weights.equals(whole)) for replica in replicas]
+    rounded = whole.cast(borrowed[0].flat.dtype).flat  # replicas are of one model
+    return [(one.flat != rounded).any() for one in borrowed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ class IslandDevices(TrainingOnlyReplica):
         await Wait(self._begin)
         for step in range(0, steps, self._algorithm.steps_per_round):
             await Wait(partial(self._start_round, work.schedule + step))
-        check_held_weights(self._algorithm, self.members, self.collectives)
+        check_held_weights(finite_and_set([], differing_weights(self._algorithm, self.members))[1], self.collectives)
         return self._committed_tokens - before
 
     def pop_tokens(self) -> int:
