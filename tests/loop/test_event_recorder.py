@@ -9,7 +9,7 @@ import atoll
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
-from atoll.core.events import Compared, Computed, Evaluated, Exchanged, RoundFinished, RunFinished, RunStarted
+from atoll.core.events import Compared, Computed, Evaluated, Exchanged, RoundFinished, RunFinished, RunStarted, UpdateSkipped
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
@@ -59,6 +59,8 @@ def test_exchanges_losses_and_cosines_are_those_of_the_simulator(two, tmp_path):
     assert [event.loss for event in rounds[:3]] == pytest.approx([event.loss for event in expected.of(RoundFinished)])
     assert [event.tokens for event in rounds[:3]] == [48, 96, 144]
     (started,), (finished,) = of(RunStarted, events), of(RunFinished, events)
+    assert (finished.rounds, finished.outer_steps, finished.steps) == (3, 3, 9), "the exchange that closes the block is no round"
+    assert not of(UpdateSkipped, events)
     assert (started.engine, started.algorithm, started.islands) == ("loop", "DiLoCo", 2)
     assert finished.digest == expected.params.digest()
     assert finished.val_loss == of(Evaluated, events)[-1].loss == expected.finished.val_loss
