@@ -81,6 +81,28 @@ def test_report_prints_an_own_loop_and_writes_its_trace(tmp_path, capsys):
     assert (tmp_path / "log/trace.json").exists()
 
 
+def test_loops_without_an_evaluation_are_not_compared_as_if_they_had_diverged(tmp_path, capsys):
+    from atoll.cli.run_command import compare_runs
+
+    model = WORKLOAD.module()
+    with atoll.islands(model, torch.optim.SGD(model.parameters(), lr=0.05), DILOCO, out=tmp_path / "log") as islands:
+        WORKLOAD.loss(model, WORKLOAD.batches.batch(0, 0)).backward()
+        islands.optimizer.step()
+    logged(None, str(tmp_path / "other"), (3,))
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=r"log has no evaluation.* islands.log_evaluation"):
+        compare_runs(
+            [str(tmp_path / "other"), str(tmp_path / "log")],
+            [],
+            None,
+            out=tmp_path / "out",
+            as_json=False,
+            as_markdown=False,
+            quiet=True,
+        )
+    assert "diverged" not in capsys.readouterr().out
+
+
 def uneven(group, folder):
     return logged(group, folder, (4, 8))
 
