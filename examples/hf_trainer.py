@@ -18,7 +18,9 @@ text = torch.tensor(list(inspect.getsource(inspect).encode()))  # bytes of the s
 sequences = text[: len(text) // 32 * 32].view(-1, 32)[:512]
 shard = [{"input_ids": sequence, "labels": sequence} for sequence in sequences[rank::size]]
 
-model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+model = GPT2LMHeadModel(
+    GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
+)
 arguments = TrainingArguments(
     output_dir=f"out/island{rank}",  # every island saves its own checkpoints
     num_train_epochs=2,

@@ -4,11 +4,14 @@ import os
 import re
 import subprocess
 import tomllib
+from itertools import pairwise
 
 import pytest
 import yaml
 
 import conftest
+from atoll.cli.recipe_settings import run_of
+from atoll.models.mlp import MLP
 from atoll.testing import namespaces
 from tools import package_links
 from tools.docs_commands import NOT_RUN, PREPARED, command_lines, problems, reason_not_to_run, short
@@ -72,6 +75,16 @@ def test_where_namespaces_are_required_a_session_without_them_does_not_begin(mon
     monkeypatch.setattr(namespaces, "_found", lambda tool: None)
     with pytest.raises(pytest.UsageError, match=why or "nft and sysctl cannot be found"):
         conftest.require_namespaces()
+
+
+def test_the_run_that_tries_a_release_is_small_enough_for_the_limit_of_its_job():
+    """With its own model of 33.6 million parameters toy-sync would exceed it: 40 of its 2,000 steps took 77 s on two busy cores."""
+    lines = (ROOT / ".github" / "workflows" / "release.yml").read_text().splitlines()
+    (line,) = (line for line in lines if '/bin/atoll" run ' in line)
+    _, _, recipe, *words = line.split()
+    run = run_of(recipe, [setting for option, setting in pairwise(words) if option == "--set"], None)
+    assert isinstance(run.model, MLP)
+    assert run.train.steps * run.model.num_params(512, 4) < 10**9
 
 
 def test_a_release_is_published_after_all_tests_with_links_that_lead_to_the_repository(tmp_path):

@@ -77,9 +77,25 @@ def test_a_bad_file_is_refused_with_its_name_and_what_is_allowed(text, said, ato
     assert all(part in error for part in (str(file), *said)), error
 
 
-def test_a_missing_file_is_refused_by_its_name(atoll):
-    code, _, error = atoll("run", "no.toml")
-    assert (code, "no.toml" in error) == (2, True)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("no.toml", "error: there is no file no.toml. Give a TOML file, such as `atoll show RECIPE --toml > no.toml` writes.\n"),
+        (
+            "demo-dilco",
+            "error: there is no recipe 'demo-dilco'. Did you mean demo-diloco? `atoll recipes` describes all of them.\n",
+        ),
+        (
+            "old",
+            "error: old is a folder. `atoll run --resume old` continues the run in it; `atoll run old/run.json` begins it again.\n",
+        ),
+    ],
+)
+def test_what_is_neither_recipe_nor_file_is_refused_with_what_was_meant(given, said, atoll, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/run.json").touch()
+    assert atoll("run", given) == (2, "", said)
 
 
 def test_every_setting_of_every_recipe_rule_and_engine_is_explained():
@@ -96,9 +112,20 @@ def test_every_setting_of_every_recipe_rule_and_engine_is_explained():
     assert unexplained == []
 
 
+@pytest.mark.parametrize("columns", [60, 100, 200])
+def test_show_on_a_terminal_keeps_an_explanation_together_whatever_the_width(columns, atoll, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = atoll("show", "demo-diloco")[1].splitlines()
+    assert max(map(len, lines)) <= columns
+    at = lines.index("model.width = 32")
+    assert lines[at + 1] == "    size of the residual stream  (int)"
+
+
 def test_show_explains_each_setting_in_its_line(atoll):
     lines = atoll("show", "demo-diloco")[1].splitlines()
     assert any(line.split()[:1] == ["train.batch_size"] and "sequences (or points) per inner step" in line for line in lines)
+    assert not any(line.endswith(" ") for line in lines)
 
 
 @pytest.mark.parametrize(

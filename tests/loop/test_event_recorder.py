@@ -9,7 +9,7 @@ import atoll
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ConfigError
-from atoll.core.events import Compared, Computed, Evaluated, Exchanged, RoundFinished, RunFinished, RunStarted
+from atoll.core.events import Compared, Computed, Evaluated, Exchanged, RoundFinished, RunFinished, RunStarted, UpdateSkipped
 from atoll.core.flat_tree import Tree
 from atoll.optim.adam import AdamW
 from atoll.optim.sgd import SGD
@@ -59,6 +59,8 @@ def test_exchanges_losses_and_cosines_are_those_of_the_simulator(two, tmp_path):
     assert [event.loss for event in rounds[:3]] == pytest.approx([event.loss for event in expected.of(RoundFinished)])
     assert [event.tokens for event in rounds[:3]] == [48, 96, 144]
     (started,), (finished,) = of(RunStarted, events), of(RunFinished, events)
+    assert (finished.rounds, finished.outer_steps, finished.steps) == (3, 3, 9), "the exchange that closes the block is no round"
+    assert not of(UpdateSkipped, events)
     assert (started.engine, started.algorithm, started.islands) == ("loop", "DiLoCo", 2)
     assert finished.digest == expected.params.digest()
     assert finished.val_loss == of(Evaluated, events)[-1].loss == expected.finished.val_loss
@@ -77,6 +79,28 @@ def test_report_prints_an_own_loop_and_writes_its_trace(tmp_path, capsys):
     assert "own loop" in printed
     assert "not verified" not in printed
     assert (tmp_path / "log/trace.json").exists()
+
+
+def test_loops_without_an_evaluation_are_not_compared_as_if_they_had_diverged(tmp_path, capsys):
+    from atoll.cli.run_command import compare_runs
+
+    model = WORKLOAD.module()
+    with atoll.islands(model, torch.optim.SGD(model.parameters(), lr=0.05), DILOCO, out=tmp_path / "log") as islands:
+        WORKLOAD.loss(model, WORKLOAD.batches.batch(0, 0)).backward()
+        islands.optimizer.step()
+    logged(None, str(tmp_path / "other"), (3,))
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=r"log has no evaluation.* islands.log_evaluation"):
+        compare_runs(
+            [str(tmp_path / "other"), str(tmp_path / "log")],
+            [],
+            None,
+            out=tmp_path / "out",
+            as_json=False,
+            as_markdown=False,
+            quiet=True,
+        )
+    assert "diverged" not in capsys.readouterr().out
 
 
 def uneven(group, folder):

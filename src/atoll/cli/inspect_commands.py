@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 from inspect import getdoc
@@ -57,14 +58,21 @@ def show_recipe(
     if as_json:
         print(json.dumps({**to_json(run), **({"engine": to_json(spec)} if engine else {})}))
         return
-    table = Table(box=None, header_style="bold")
-    table.add_column("path", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_column("type", overflow="fold", style="dim")
-    table.add_column("what it does", overflow="fold")
-    for setting in [*describe(run, candidates, PRESETS), *(describe(EngineSettings(spec)) if engine else ())]:
-        table.add_row(setting.path, escape(_with_choice(setting, run)), escape(setting.kind), escape(setting.about))
+    explained = [*describe(run, candidates, PRESETS), *(describe(EngineSettings(spec)) if engine else ())]
+    if sys.stdout.isatty():  # a table would break most of its lines there
+        width = Console().width
+        for setting in explained:
+            print(_wrapped(f"{setting.path} = {_with_choice(setting, run)}", width, later="    "))
+            print(_wrapped(f"{setting.about}  ({setting.kind})", width, first="    ", later="    "))
+        return
+    table = Table("path", "value", "what it does  (type)", box=None)
+    for setting in explained:
+        table.add_row(setting.path, escape(_with_choice(setting, run)), escape(f"{setting.about}  ({setting.kind})"))
     print_table(table)
+
+
+def _wrapped(text: str, width: int, *, first: str = "", later: str) -> str:
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
 
 def _with_choice(setting: Setting, run: Run) -> str:
@@ -75,8 +83,14 @@ def _with_choice(setting: Setting, run: Run) -> str:
 
 
 def print_table(table: Table) -> None:
-    """Folds cells to the width of a terminal. A pipe or a file has no width, so lines stay whole there."""
-    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+    """Folds cells to the width of a terminal. A pipe or a file has no width, so lines stay whole there, without padding."""
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    console = Console(width=1000)
+    with console.capture() as printed:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def report_run(folder: Path, *, as_json: bool) -> None:

@@ -42,6 +42,11 @@ class Described(NamedTuple):
 def described(name: str) -> Described:
     """The recipe of this name, or what a TOML file or the run.json of an earlier run describes."""
     path = Path(name)
+    if name not in recipes.ALL and (path / "run.json").is_file():
+        raise ConfigError(
+            f"{shown_text(name)} is a folder. `atoll run --resume {name}` continues the run in it; `atoll run {path / 'run.json'}` "
+            f"begins it again."
+        )
     if name in recipes.ALL or path.suffix not in (".toml", ".json"):
         return Described(recipes.recipe(name))
     if path.suffix == ".json":

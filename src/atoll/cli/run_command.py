@@ -17,6 +17,7 @@ from atoll import recipes
 from atoll.cli.main import RunOptions
 from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_settings, spec_of, spec_with
 from atoll.core.errors import AtollError, ConfigError
+from atoll.core.events import Evaluated
 from atoll.core.protocols import Sink
 from atoll.core.verified_files import check_digests, expanded
 from atoll.engines import run_lifecycle
@@ -30,6 +31,7 @@ from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run_settings import Run, as_recorded
 from atoll.telemetry import compare as comparing
 from atoll.telemetry.console_progress import ConsoleSink
+from atoll.telemetry.event_log import read_kind
 from atoll.telemetry.plot_style import can_draw
 from atoll.telemetry.plots import plot_comparison
 from atoll.telemetry.summary import read_summary
@@ -143,6 +145,12 @@ def compare_runs(
     root = out or default_path("compare", seed or 0)
     # All names are looked up before the first run starts: a misspelt last name must not cost the first runs.
     planned = planned_runs(what, settings, seed)
+    for item in planned:
+        if isinstance(item, Path) and not any("loss" in event.metrics for event in read_kind(item, Evaluated)):
+            raise ConfigError(
+                f"{item} has no evaluation, so that no loss can be compared. Leave it out. Your own loop records its loss by "
+                f"islands.log_evaluation, after islands.finish()."
+            )
     drawing = can_draw(print_to_stderr)
     cache = Cache()
     folders = [

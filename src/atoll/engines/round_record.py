@@ -126,6 +126,8 @@ class EventAggregator:
         for island in self._islands:
             self._accounting.ledgers[island].present_s += now_s - self._round_start_s
         self._round_start_s = now_s
+        if _is_closing(records):
+            return
         update = last_update(records[0].exchanges)
         totals.version += 1
         totals.outer_steps += update is None or not update.unusable
@@ -146,7 +148,7 @@ class EventAggregator:
         for exchanges in zip(*(record.exchanges for record in records), strict=True):
             yield self._exchanged([exchanges[at : at + self._devices] for at in range(0, len(exchanges), self._devices)])
         update = last_update(records[0].exchanges)
-        if update is not None and update.unusable:
+        if update is not None and update.unusable and not _is_closing(records):
             yield self._update_skipped([self._islands[rank] for rank in update.nonfinite], update.end_s)
         yield from (self._compared(similarities) for similarities in zip(*(r.similarities for r in records), strict=True))
         for island in range(len(records) // self._devices if self._inside else 0):
@@ -195,6 +197,13 @@ def _sum(values: Iterable[float]) -> float:
         return math.fsum(terms)
     except (ValueError, OverflowError):
         return sum(terms)
+
+
+def _is_closing(records: Sequence[RoundRecord]) -> bool:
+    """Whether no island computed, and all learned by the exchange that none has work left: an own loop ends so. This is no round,
+    and no update was skipped."""
+    update = last_update(records[0].exchanges)
+    return update is not None and update.unusable and not update.nonfinite and not any(record.computed for record in records)
 
 
 def _end_s(event: Event) -> float:

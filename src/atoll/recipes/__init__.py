@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 
 from atoll.core.errors import ConfigError
@@ -47,5 +48,7 @@ __all__ = ["ALL", "recipe", *(make.__name__ for make in _MAKERS)]  # noqa: PLE06
 
 def recipe(name: str) -> Run:
     if name not in ALL:
-        raise ConfigError(f"there is no recipe {name!r}. There are: {', '.join(ALL)}. `atoll recipes` describes them.")
+        near = difflib.get_close_matches(name, ALL, n=1)
+        advice = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(ALL)}."
+        raise ConfigError(f"there is no recipe {name!r}. {advice} `atoll recipes` describes all of them.")
     return ALL[name]()

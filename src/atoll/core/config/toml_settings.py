@@ -81,6 +81,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         if len(content) > _LONGEST_BYTES:
             raise ValueError(f"it has more than {_LONGEST_BYTES} bytes")
         return tomllib.loads(content.decode())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no file {path}. Give a TOML file, such as `atoll show RECIPE --toml > {path}` writes."
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read as TOML ({one_line(error)}). Correct it, or begin with `atoll show RECIPE --toml`."
