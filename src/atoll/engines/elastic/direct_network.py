@@ -68,8 +68,8 @@ class DirectNetwork:
         return socket.create_connection((host, int(port)), timeout=limit_s)
 
     def refuses(self, address: str) -> bool:
-        """Whether this address is of this machine, whose kernel says that no process listens there. A refusal of another machine
-        proves nothing: a firewall or a proxy may have sent it."""
+        """Whether this address is of this machine and no process listens there. A refusal from another machine proves nothing: a
+        firewall or a proxy may have sent it."""
         if address.rpartition(":")[0] != self.host:
             return False
         try:
