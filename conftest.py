@@ -19,10 +19,10 @@ def pytest_configure(config):
 def require_namespaces():
     if os.environ.get("ATOLL_NAMESPACES", "") != "required":
         return
-    from atoll.testing import namespaces
+    from atoll.testing import network_namespaces
 
-    missing = [tool for tool in ("nft", "sysctl") if namespaces._found(tool) is None]
-    if why := namespaces.unavailable_reason() or " and ".join(missing) + " cannot be found" * bool(missing):
+    missing = [tool for tool in ("nft", "sysctl") if network_namespaces._found(tool) is None]
+    if why := network_namespaces.unavailable_reason() or " and ".join(missing) + " cannot be found" * bool(missing):
         raise pytest.UsageError(f"ATOLL_NAMESPACES=required, and tests with network namespaces would be skipped: {why}")
 
 

@@ -17,7 +17,7 @@ from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.snapshot_server import fetch_snapshot

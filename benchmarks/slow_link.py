@@ -29,7 +29,7 @@ from atoll.core.errors import AtollError
 from atoll.models.gpt import GPT
 from atoll.runs.cluster import Link, all_reduce_cost
 from atoll.telemetry.plot_style import save_figure
-from atoll.testing.namespaces import NetworkNamespace, linked_pair, unavailable_reason
+from atoll.testing.network_namespaces import NetworkNamespace, linked_pair, unavailable_reason
 from progress import CellProgress
 from record import Record, benchmark_parser, open_record, script
 from slow_atoll import ALGORITHMS

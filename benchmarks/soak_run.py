@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import Attended, Evaluated, Event
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.elastic.supervisor import island_name
 from atoll.engines.run_lifecycle import run

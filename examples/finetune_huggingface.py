@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import atoll
 from atoll.core.events import Evaluated
 from atoll.telemetry import read_events
-from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
+from atoll.testing.tiny_pretrained_model import SUMS, save_tiny_model, write_jsonl
 
 model = save_tiny_model("models/tiny")
 examples = write_jsonl("sums.jsonl", SUMS)

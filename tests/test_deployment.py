@@ -13,12 +13,12 @@ import jsonschema
 import pytest
 import yaml
 
-from atoll.testing import namespaces
+from atoll.testing import network_namespaces
 from tests.machines import PATIENCE_S, SHORT_RUN, Machine, until_said, with_settings
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "examples" / "deploy"
-UNAVAILABLE = namespaces.unavailable_reason()
+UNAVAILABLE = network_namespaces.unavailable_reason()
 on_two_machines = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
 
@@ -111,7 +111,7 @@ def test_the_dockerfile_copies_files_that_there_are_and_installs_extras_that_the
 @contextmanager
 def machines(folder, first, second, *, first_is_loopback=True):
     """Two machines of these names. Those of containers resolve their own name to their address, others to 127.0.0.1."""
-    with namespaces.linked_pair() as (one, two):
+    with network_namespaces.linked_pair() as (one, two):
         own = "127.0.0.1" if first_is_loopback else one.address
         yield (
             Machine(one, folder / "one", first, [f"{own} {first}"]),

@@ -12,7 +12,7 @@ import yaml
 import conftest
 from atoll.cli.recipe_settings import run_of
 from atoll.models.mlp import MLP
-from atoll.testing import namespaces
+from atoll.testing import network_namespaces
 from tools import package_links
 from tools.docs_commands import NOT_RUN, PREPARED, command_lines, problems, reason_not_to_run, short
 from tools.environments import CONSTRAINTS, ROOT, build_wheel, new_environment
@@ -62,8 +62,8 @@ def test_the_workflow_runs_network_namespaces_as_root_and_fails_where_it_cannot(
 
 @pytest.mark.parametrize("why", ["only root can create network namespaces", None])
 def test_where_namespaces_are_required_a_session_without_them_does_not_begin(monkeypatch, why):
-    monkeypatch.setattr(namespaces, "unavailable_reason", lambda: why)
-    monkeypatch.setattr(namespaces, "_found", lambda tool: f"/usr/sbin/{tool}")
+    monkeypatch.setattr(network_namespaces, "unavailable_reason", lambda: why)
+    monkeypatch.setattr(network_namespaces, "_found", lambda tool: f"/usr/sbin/{tool}")
     monkeypatch.delenv("ATOLL_NAMESPACES", raising=False)
     conftest.require_namespaces()
     monkeypatch.setenv("ATOLL_NAMESPACES", "required")
@@ -72,7 +72,7 @@ def test_where_namespaces_are_required_a_session_without_them_does_not_begin(mon
     else:
         with pytest.raises(pytest.UsageError, match=f"would be skipped: {why}"):
             conftest.require_namespaces()
-    monkeypatch.setattr(namespaces, "_found", lambda tool: None)
+    monkeypatch.setattr(network_namespaces, "_found", lambda tool: None)
     with pytest.raises(pytest.UsageError, match=why or "nft and sysctl cannot be found"):
         conftest.require_namespaces()
 

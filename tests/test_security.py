@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import atoll.testing.namespaces
+import atoll.testing.network_namespaces
 from tests.listening_sockets import listening_sockets, sockets_until
 from tests.test_security_sockets import PATIENCE_S, ROOT, SLOWLY, atoll_command, engine_arguments, running, trains
 
@@ -108,10 +108,10 @@ def test_no_source_executes_what_it_receives_or_reads():
 
 @pytest.fixture
 def two_machines():
-    reason = atoll.testing.namespaces.unavailable_reason()
+    reason = atoll.testing.network_namespaces.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
-    with atoll.testing.namespaces.linked_pair() as pair:
+    with atoll.testing.network_namespaces.linked_pair() as pair:
         yield pair
 
 
@@ -121,7 +121,7 @@ def test_a_stranger_on_another_machine_reaches_no_port_of_a_run_on_one_machine(t
     here, there = two_machines
 
     def reached(port):
-        with atoll.testing.namespaces.inside_namespace(there):
+        with atoll.testing.network_namespaces.inside_namespace(there):
             try:
                 socket.create_connection((here.address, port), timeout=5).close()
             except ConnectionRefusedError:
@@ -129,7 +129,7 @@ def test_a_stranger_on_another_machine_reaches_no_port_of_a_run_on_one_machine(t
             return True
 
     command = atoll_command(*engine_arguments(tmp_path / "run", "toy-sync", "processes", *SLOWLY, "engine.processes=2"))
-    with atoll.testing.namespaces.inside_namespace(here), socket.create_server(("", 0)) as open_to_all:
+    with atoll.testing.network_namespaces.inside_namespace(here), socket.create_server(("", 0)) as open_to_all:
         assert reached(open_to_all.getsockname()[1]), "the machines are connected"
         with running(command) as process:
             seen = sockets_until(process.pid, trains(process, tmp_path / "run"), PATIENCE_S)

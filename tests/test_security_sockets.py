@@ -17,7 +17,7 @@ import pytest
 from atoll.engines import machine_check
 from atoll.engines.elastic import gateway, gateway_client, gateway_protocol, launch, rendezvous, snapshot_server
 from atoll.engines.network_interfaces import free_port
-from atoll.testing import namespaces
+from atoll.testing import network_namespaces
 from tests.fuzzing import FUZZERS
 from tests.listening_sockets import sockets_until
 
@@ -302,10 +302,10 @@ def recording(tmp_path):
 
 @pytest.fixture
 def pair():
-    reason = namespaces.unavailable_reason()
+    reason = network_namespaces.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
-    with namespaces.linked_pair() as both:
+    with network_namespaces.linked_pair() as both:
         yield both
 
 

@@ -64,7 +64,7 @@ NEWEST = re.compile(r"(runs/[\w-]+)/seed0-\.\.\.")
 SUPPLIED = """
 import inspect, json, shutil, zstandard, transformers
 from pathlib import Path
-from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
+from atoll.testing.tiny_pretrained_model import SUMS, save_tiny_model, write_jsonl
 text = "\\n".join(path.read_text("utf-8") for path in sorted(Path(inspect.__file__).parent.glob("*.py"))[:60])
 for folder in ("books", "logs", "configs"):
     Path(folder).mkdir()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from atoll.algorithms.ddp import DDP as DDP
     from atoll.algorithms.delayed_update import DPU as DPU
     from atoll.algorithms.diloco import DiLoCo as DiLoCo
-    from atoll.algorithms.eager import Eager as Eager
+    from atoll.algorithms.eager_updates import Eager as Eager
     from atoll.algorithms.streaming import Streaming as Streaming
     from atoll.algorithms.weight_prediction import WP as WP
     from atoll.algorithms.zero import FSDP as FSDP, ZeRO1 as ZeRO1
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from atoll.data.gaussians import Gaussians as Gaussians
     from atoll.data.instructions import Instructions as Instructions
     from atoll.data.partition import IID as IID, ByDomain as ByDomain, Dirichlet as Dirichlet, KMeans as KMeans
-    from atoll.data.text import Text as Text
+    from atoll.data.text_dataset import Text as Text
     from atoll.engines.elastic.spec import Elastic as Elastic
     from atoll.engines.extend_run import extend as extend
     from atoll.engines.processes.spec import Processes as Processes

@@ -14,7 +14,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import CaughtUp, Compared, Exchanged
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Encoding, Work
-from atoll.engines.chunk_arithmetic import encoded_mean
+from atoll.engines.chunk_reduction import encoded_mean
 from atoll.engines.simulator.collectives import weighted_mean
 from atoll.optim.adam import AdamW
 from atoll.optim.codecs import CODECS

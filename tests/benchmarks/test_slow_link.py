@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import atoll.testing.namespaces
+import atoll.testing.network_namespaces
 from atoll.runs.cluster import Cluster, Link
 from atoll.testing.simulated_runs import simulate
 
@@ -13,10 +13,10 @@ from atoll.testing.simulated_runs import simulate
 @pytest.fixture(scope="module")
 def namespaces():
     """The module, where namespaces are available."""
-    reason = atoll.testing.namespaces.unavailable_reason()
+    reason = atoll.testing.network_namespaces.unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
-    return atoll.testing.namespaces
+    return atoll.testing.network_namespaces
 
 
 def test_slow_link_measures_rate_bytes_and_time(b, lines_of, namespaces, tmp_path, capsys):

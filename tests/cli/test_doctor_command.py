@@ -12,10 +12,10 @@ from atoll.cli import doctor_command
 from atoll.cli.doctor_command import Finding, compared, examine, local_findings, network_findings, unreached
 from atoll.core.errors import ConfigError
 from atoll.engines.machine_check import OtherMachine
-from atoll.testing import namespaces
+from atoll.testing import network_namespaces
 from tests.machines import Machine, until_said
 
-UNAVAILABLE = namespaces.unavailable_reason()
+UNAVAILABLE = network_namespaces.unavailable_reason()
 SMALL = ("data.examples=512", "data.dimensions=16", "data.clusters_per_class=1", "data.eval_examples=128")
 HERE = [Finding("atoll", "0.1.0"), Finding("Python", "3.11.7"), Finding("torch", "2.13.0+cpu"), Finding("data", "demo: abc")]
 
@@ -125,7 +125,7 @@ def test_one_machine_asks_another(capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 def test_two_machines_check_each_other_as_the_page_says(tmp_path):
-    with namespaces.linked_pair() as (first, second):
+    with network_namespaces.linked_pair() as (first, second):
         one = Machine(first, tmp_path / "one", "first.example", ["127.0.0.1 first.example"])
         two = Machine(second, tmp_path / "two", "second.example", ["127.0.0.1 second.example", f"{first.address} first.example"])
         refused = two.typed("atoll doctor first.example:29500", code=1)

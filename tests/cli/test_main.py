@@ -14,7 +14,7 @@ from atoll.core.events import Computed, Dispatched, Evaluated, RoundFinished, Ru
 from atoll.runs.export import load_exported
 from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.run_progress import read_progress
-from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
+from atoll.testing.tiny_pretrained_model import SUMS, save_tiny_model, write_jsonl
 from tests.samples import SMALL as TINY, arrived
 
 SMALL = [*TINY, "train.steps=6", "train.warm_start_steps=0"]

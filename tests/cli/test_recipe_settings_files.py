@@ -9,7 +9,7 @@ import pytest
 
 from atoll import recipes
 from atoll.cli.recipe_settings import described, run_of, spec_of
-from atoll.core.config.list_settings import describe, explanations
+from atoll.core.config.describe_settings import describe, explanations
 from atoll.core.config.type_checks import settable
 from atoll.engines.spec import SPECS
 from atoll.runs.run_settings import candidates

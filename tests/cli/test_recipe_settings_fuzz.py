@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from atoll import recipes
 from atoll.cli.recipe_settings import PRESETS, run_of, spec_with
+from atoll.core.config.describe_settings import describe
 from atoll.core.config.json_records import from_json, to_json
-from atoll.core.config.list_settings import describe
 from atoll.core.config.type_checks import hints_of, members_of, settable
 from atoll.core.errors import AtollError, ConfigError, DataError
 from atoll.engines import run_lifecycle

@@ -15,7 +15,7 @@ from atoll.core.optional_imports import install_command, require
 from atoll.data.document_sources import Document, open_corpus
 from atoll.data.instructions import load_model_tokenizer
 from atoll.data.partition import KMeans
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.data.tokenizer import train_bpe
 from atoll.models.pretrained import Pretrained
 

@@ -9,7 +9,7 @@ import torch
 
 from atoll.core.errors import ConfigError, DataError
 from atoll.data.instructions import Instructions
-from atoll.testing.pretrained import SUMS, save_byte_tokenizer, write_jsonl
+from atoll.testing.tiny_pretrained_model import SUMS, save_byte_tokenizer, write_jsonl
 
 
 @pytest.fixture(scope="module")

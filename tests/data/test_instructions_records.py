@@ -21,7 +21,7 @@ from atoll.data.instructions import (
     read_records,
 )
 from atoll.data.tokenizer import train_bpe
-from atoll.testing.pretrained import save_byte_tokenizer, write_jsonl
+from atoll.testing.tiny_pretrained_model import save_byte_tokenizer, write_jsonl
 
 FORMS = [{"text": "an island"}, {"prompt": "2+2=", "completion": "4"}, {"instruction": "Add.", "input": "2 2", "output": "4"}]
 

@@ -13,7 +13,7 @@ from atoll.core.errors import ConfigError, DataError
 from atoll.core.events import Progress
 from atoll.core.verified_files import read_record
 from atoll.data.prepare import Preparation, PreparedText, find_prepared, open_prepared, prepare
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 
 FILES_OF_BYTES = ["meta.json", "train.tokens", "train.tokens.verified", "validation.tokens", "validation.tokens.verified"]
 

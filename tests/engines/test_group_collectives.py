@@ -14,7 +14,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree
 from atoll.core.layout import shard_range
 from atoll.core.protocols import Encoding
-from atoll.engines.chunk_arithmetic import encoded_mean, encoded_slices
+from atoll.engines.chunk_reduction import encoded_mean, encoded_slices
 from atoll.engines.group_collectives import GroupCollectives
 from atoll.engines.simulator.collectives import ordered_sum
 from atoll.optim.codecs import CODECS, WINDOW

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atoll.engines.network_interfaces import beyond_loopback, free_port, interface_named, interface_of, network_interfaces, route_to
-from atoll.testing import namespaces
+from atoll.testing import network_namespaces
 
 
 def test_every_address_of_an_interface_is_found_again():
@@ -23,9 +23,11 @@ def test_loopback_addresses_and_unknown_names_have_no_route(host):
     assert route_to(host) is None
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux") or namespaces.unavailable_reason() is not None, reason="needs namespaces")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or network_namespaces.unavailable_reason() is not None, reason="needs namespaces"
+)
 def test_the_route_is_the_interface_towards_the_other_machine_also_from_that_machine_itself():
-    with namespaces.linked_pair() as (one, two), namespaces.inside_namespace(one):
+    with network_namespaces.linked_pair() as (one, two), network_namespaces.inside_namespace(one):
         assert route_to(two.address) == route_to(one.address) == (one.device, one.address)
         assert route_to("198.51.100.7") is None
         assert beyond_loopback() == f"{one.device} ({one.address})"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from atoll.testing import namespaces
+from atoll.testing import network_namespaces
 from tests.machines import PATIENCE_S, SHORT_RUN, Machine, until_said, with_settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "real_processes.md"
 OWN_LOOP = ROOT / "docs" / "own_loop.md"
-UNAVAILABLE = namespaces.unavailable_reason()
+UNAVAILABLE = network_namespaces.unavailable_reason()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))]
 SLOW = (*SHORT_RUN, "engine.step_delay=1.0", "cluster.step_time_s=[0.05]")
 
@@ -27,7 +27,7 @@ def page_commands(program="torchrun"):
 @pytest.fixture
 def machines(tmp_path):
     """Two machines as installers leave them: each resolves its own name to 127.0.0.1, and the other's to its address."""
-    with namespaces.linked_pair() as (first, second):
+    with network_namespaces.linked_pair() as (first, second):
         yield (
             Machine(first, tmp_path / "one", "first.example", ["127.0.0.1 first.example first"]),
             Machine(second, tmp_path / "two", "second.example", ["127.0.0.1 second.example", f"{first.address} first.example"]),

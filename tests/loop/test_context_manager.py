@@ -11,7 +11,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.eager import Eager
+from atoll.algorithms.eager_updates import Eager
 from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1

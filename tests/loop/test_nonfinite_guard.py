@@ -10,7 +10,7 @@ import atoll
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.eager import Eager
+from atoll.algorithms.eager_updates import Eager
 from atoll.algorithms.streaming import Streaming
 from atoll.core.errors import TrainingDiverged
 from atoll.core.flat_tree import Tree

@@ -18,7 +18,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.serialization import load_tree
 from atoll.engines.elastic.island import IslandOutput, IslandProcess
 from atoll.engines.elastic.spec import Elastic
-from atoll.engines.own_code import LoopMember
+from atoll.engines.user_code import LoopMember
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.telemetry.event_log import read_events

@@ -14,7 +14,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.serialization import read_tensors, write_tensors
 from atoll.models.pretrained import Pretrained
 from atoll.replica.flat_parameters import trainable_weights
-from atoll.testing.pretrained import save_tiny_model
+from atoll.testing.tiny_pretrained_model import save_tiny_model
 
 TOKENS = torch.arange(60).view(2, 30)
 

@@ -13,7 +13,7 @@ from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.runs.run_settings import candidates
 from atoll.telemetry.event_log import read_events
-from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
+from atoll.testing.tiny_pretrained_model import SUMS, save_tiny_model, write_jsonl
 
 
 def test_recipe_has_the_papers_settings():

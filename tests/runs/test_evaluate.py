@@ -18,7 +18,7 @@ from atoll.core.errors import ConfigError, DataError
 from atoll.runs.evaluate import Scorer, evaluate
 from atoll.runs.export import trained
 from atoll.runs.run_settings import candidates
-from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
+from atoll.testing.tiny_pretrained_model import SUMS, save_tiny_model, write_jsonl
 
 SETTINGS = ["train.steps=20", "train.warm_start_steps=0", "data.limit_bytes=50000", "cluster.islands=1", "data.seq_len=16"]
 

@@ -19,8 +19,8 @@ from atoll.data.tokenizer import load_tokenizer
 from atoll.recipes import toy_sync
 from atoll.runs.export import export, load_exported, trained
 from atoll.runs.run_settings import candidates
-from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
 from atoll.testing.simulated_runs import Regression
+from atoll.testing.tiny_pretrained_model import SUMS, save_tiny_model, write_jsonl
 from tests.samples import SMALL
 
 TOKENS = torch.arange(40).view(4, 10)

@@ -10,7 +10,7 @@ from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.runs.generate import generate
 from atoll.runs.run_settings import candidates
-from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
+from atoll.testing.tiny_pretrained_model import SUMS, save_tiny_model, write_jsonl
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero import ZeRO1
+from atoll.core.config.describe_settings import describe
 from atoll.core.config.json_records import from_json, to_json
-from atoll.core.config.list_settings import describe
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Plan, Rebases, Rule
 from atoll.data.gaussians import Gaussians
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.optim.adam import AdamW

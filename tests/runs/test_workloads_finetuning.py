@@ -25,7 +25,7 @@ from atoll.runs.cluster import Cluster
 from atoll.runs.run_settings import Keep, Run, Train
 from atoll.runs.workloads import data_fingerprint, sharded_workload, single_shard_workload
 from atoll.telemetry.event_log import read_events
-from atoll.testing.pretrained import SUMS, save_tiny_model, write_jsonl
+from atoll.testing.tiny_pretrained_model import SUMS, save_tiny_model, write_jsonl
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from atoll.runs.export import export
 from atoll.runs.generate import generate
 from atoll.runs.run_settings import candidates
 from atoll.telemetry.event_log import read_events
-from atoll.testing.pretrained import save_tiny_model
+from atoll.testing.tiny_pretrained_model import save_tiny_model
 
 SETTINGS = (
     "data.limit_bytes=60000",

@@ -12,8 +12,8 @@ from typing import Any
 from atoll.core.config.type_checks import check_types
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
+from atoll.core.memoize import once
 from atoll.core.protocols import Gradient, Peers, Replica, Rule, Weigh, shared
-from atoll.core.shared_results import once
 from atoll.optim.adam import AdamW
 
 

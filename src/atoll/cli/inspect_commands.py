@@ -17,8 +17,8 @@ from rich.table import Table
 
 from atoll import recipes
 from atoll.cli.recipe_settings import PRESETS, run_of, spec_of, spec_with
+from atoll.core.config.describe_settings import Setting, describe
 from atoll.core.config.json_records import to_json
-from atoll.core.config.list_settings import Setting, describe
 from atoll.core.config.toml_settings import to_toml
 from atoll.core.verified_files import check_digests
 from atoll.engines.simulator.spec import Simulator

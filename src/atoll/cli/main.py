@@ -51,7 +51,7 @@ def _recipe_names() -> list[str]:
 def _setting_paths(context: typer.Context) -> list[str]:
     """Paths of the recipe that the command line names so far, for completion in a shell."""
     from atoll.cli.recipe_settings import run_of
-    from atoll.core.config.list_settings import describe
+    from atoll.core.config.describe_settings import describe
 
     # A parser that waits for the value of --set has not assigned the arguments before it.
     name = context.params.get("recipe") or next((word for word in context.args if not word.startswith("-")), None)
@@ -355,7 +355,7 @@ def runs(
     json: Json = False,
 ) -> None:
     """List the runs in a folder: recipe, engine, state, step, loss and date."""
-    from atoll.cli.list_runs import list_runs
+    from atoll.cli.runs_command import list_runs
 
     list_runs(folder, as_json=json)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll import recipes
+from atoll.core.config.describe_settings import Presets
 from atoll.core.config.json_records import find_type, from_json
-from atoll.core.config.list_settings import Presets
 from atoll.core.config.overrides import override
 from atoll.core.config.toml_settings import assignments, read_toml
 from atoll.core.config.type_checks import shown, shown_text

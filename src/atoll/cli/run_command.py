@@ -22,10 +22,10 @@ from atoll.core.protocols import Sink
 from atoll.core.verified_files import check_digests, expanded
 from atoll.engines import run_lifecycle
 from atoll.engines.extend_run import extend
-from atoll.engines.own_code import load_own_code
 from atoll.engines.run_lifecycle import Faults, Result, check_resumable, discard
 from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
 from atoll.engines.spec import EngineSpec, processes_started, refuse_torchrun, saved_spec, spec_named
+from atoll.engines.user_code import load_user_code
 from atoll.engines.warm_start_training import Cache
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run_settings import Run, as_recorded
@@ -59,7 +59,7 @@ def extended(options: RunOptions, steps: int) -> RunOptions:
         raise ConfigError(f"--extend {steps} is for a finished run: atoll run --resume DIR --extend {steps}. Leave out a recipe.")
     refuse_torchrun(spec_named("simulator"))  # each of its processes would make the folder
     _check_settings(options)
-    own = None if options.workload is None else load_own_code(options.workload).open()
+    own = None if options.workload is None else load_user_code(options.workload).open()
     check_resumable(RunFolder.open(expanded(options.resume)), _resumed_spec(options), own)
     folder = extend(options.resume, steps, options.out, sys.argv)
     if not options.quiet:

@@ -23,7 +23,7 @@ from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
 from atoll.core.protocols import Encoding
-from atoll.engines.chunk_arithmetic import EncodedPart, add_inner_products, encoded_slices, nothing, weighted_sum
+from atoll.engines.chunk_reduction import EncodedPart, add_inner_products, encoded_slices, nothing, weighted_sum
 from atoll.engines.liveness import FailureAttribution
 from atoll.engines.point_to_point import BatchTransport, Group, PeerUnreachable, transport_for
 from atoll.optim.codecs import WINDOW

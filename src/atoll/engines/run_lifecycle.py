@@ -32,18 +32,18 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Batches, Sink, Workload
 from atoll.core.serialization import load_tree, read_tensors, save_tree, write_tensors
 from atoll.core.verified_files import expanded, is_verified, open_to_append, write_text
-from atoll.data.text import LoadedText
+from atoll.data.text_dataset import LoadedText
 from atoll.data.tokenizer import BPETokenizer
 from atoll.engines.checkpoints import Checkpoint, Checkpoints, check_origin
-from atoll.engines.own_code import LoopWorkload, load_own_code
 from atoll.engines.simulator.spec import Simulator
 from atoll.engines.spec import EngineSpec, read_spec, refuse_torchrun, saved_spec, write_spec
 from atoll.engines.training_setup import matrix_products
+from atoll.engines.user_code import LoopWorkload, load_user_code
 from atoll.engines.warm_start_training import Cache, Prepared, RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder, default_path
 from atoll.runs.run_settings import Run, check_recorded_precision, choose_computing, device_of, dtype_of, here
-from atoll.runs.validation import check_model_inputs
+from atoll.runs.settings_validation import check_model_inputs
 from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.event_log import JsonlSink, clock_of, log_damage, read_events
 from atoll.telemetry.sinks import Fanout, ResumableSink, TensorBoardSink, import_tensorboard
@@ -248,7 +248,7 @@ def _launch(
     check_type("out", out, str | None)
     code = ""
     if isinstance(workload, str):
-        own = load_own_code(workload)
+        own = load_user_code(workload)
         workload, code = own.open(), own.name
     check_type("workload", workload, Workload | None)
     if workload is not None:  # a missing method is refused now, not in the middle of a run

@@ -20,7 +20,7 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink, Work, Workload
 from atoll.core.serialization import read_tree, save_tree
 from atoll.core.verified_files import json_digest
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.engines.training_setup import loss_of, matrix_products, replica_of
 from atoll.optim.schedules import WSD, at
 from atoll.replica.local_replica import torch_threads

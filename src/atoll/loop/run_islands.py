@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from atoll.core.errors import ConfigError
 from atoll.core.protocols import Work
-from atoll.engines.own_code import LoopBatches, LoopMember, LoopProcess, LoopWorkload
+from atoll.engines.user_code import LoopBatches, LoopMember, LoopProcess, LoopWorkload
 from atoll.loop.rule_optimizer import unwrap_optimizer, was_skipped
 from atoll.loop.settings import check_holds
 from atoll.replica.flat_parameters import ModuleWeights, persistent_buffers

@@ -22,9 +22,9 @@ from torch.nn.functional import pad
 
 from atoll.core.chunked_elementwise import CHUNK
 from atoll.core.flat_tree import Tree, empty
+from atoll.core.memoize import once
 from atoll.core.nested_trees import trees_in
 from atoll.core.protocols import Arrival, AsyncAlgorithm
-from atoll.core.shared_results import once
 
 F = TypeVar("F", bound=Callable[..., Any])
 

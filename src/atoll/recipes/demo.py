@@ -27,12 +27,12 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.eager import Eager
+from atoll.algorithms.eager_updates import Eager
 from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.protocols import Algorithm, AsyncAlgorithm
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.delayed_nesterov import DelayedNesterov

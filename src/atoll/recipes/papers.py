@@ -25,7 +25,7 @@ from atoll.algorithms.acco import ACCO
 from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
 from atoll.data.partition import KMeans
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.delayed_nesterov import DelayedNesterov

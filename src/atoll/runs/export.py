@@ -24,7 +24,7 @@ from atoll.core.serialization import load_tree, read_tensors, write_tensors
 from atoll.core.verified_files import expanded, new_folder, read_record, write_record, write_text
 from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions, load_model_tokenizer
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.data.tokenizer import Tokenizer, huggingface_files, load_saved_tokenizer, tokenizer_in
 from atoll.models.arcee import arcee_config, from_arcee, to_arcee
 from atoll.models.gpt import GPT, Decoder

@@ -16,7 +16,7 @@ from atoll.algorithms.async_scheduler import dynamic_steps
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.eager import Eager
+from atoll.algorithms.eager_updates import Eager
 from atoll.algorithms.streaming import Streaming
 from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import FSDP, ZeRO1
@@ -25,7 +25,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Correction, Rebases, Rule
 from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained
@@ -37,7 +37,7 @@ from atoll.optim.staleness import DelayCompensation, Polynomial
 from atoll.optim.torch_optimizers import Muon, TorchOptimizer
 from atoll.replica.local_replica import InnerRule
 from atoll.runs.cluster import Cluster
-from atoll.runs.validation import check_run
+from atoll.runs.settings_validation import check_run
 
 S = TypeVar("S")
 

@@ -22,7 +22,7 @@ from atoll.core.protocols import Workload
 from atoll.data.gaussians import GaussianBatches, Gaussians, LabelledBatch, LoadedGaussians
 from atoll.data.instructions import IGNORED_LABEL, Instructions, LoadedInstructions, PaddedBatch, PaddedBatches
 from atoll.data.partition import IID, Features, KMeans
-from atoll.data.text import LoadedText, Text
+from atoll.data.text_dataset import LoadedText, Text
 from atoll.data.token_batches import TokenBatches
 from atoll.data.tokenizer import Tokenizer, tokenizer_in
 from atoll.models.gpt import GPT, Decoder

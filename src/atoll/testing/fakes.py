@@ -18,7 +18,7 @@ import torch
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Encoding, Gradient, Mean, Scattered, Task, Weigh, Work
-from atoll.engines.chunk_arithmetic import encoded_mean
+from atoll.engines.chunk_reduction import encoded_mean
 from atoll.engines.simulator.collectives import ordered_sum, weighted_mean
 
 S = TypeVar("S")

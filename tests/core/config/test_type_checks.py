@@ -14,7 +14,7 @@ from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.config.type_checks import Seconds, SecondsOrInfinite, check_type, check_types, shown
 from atoll.core.errors import ConfigError
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
 from atoll.optim.sgd import Nesterov

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Encoding
-from atoll.engines.chunk_arithmetic import encoded_mean
+from atoll.engines.chunk_reduction import encoded_mean
 from atoll.engines.elastic.aggregation import IslandReport, Proposal, UpdateValidator, ValidatedMean
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.group_collectives import GroupCollectives

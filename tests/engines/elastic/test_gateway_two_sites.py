@@ -14,7 +14,7 @@ import pytest
 
 from atoll.core.events import Attended, Leased
 from atoll.telemetry.event_log import read_events
-from atoll.testing import namespaces
+from atoll.testing import network_namespaces
 from tests.machines import Machine, with_settings
 
 PAGE = Path(__file__).parents[3] / "docs" / "two_sites.md"
@@ -36,14 +36,14 @@ SMALL = (
 
 
 def unavailable():
-    missing = [tool for tool in ("nft", "sysctl") if namespaces._found(tool) is None]
-    return namespaces.unavailable_reason() or (
+    missing = [tool for tool in ("nft", "sysctl") if network_namespaces._found(tool) is None]
+    return network_namespaces.unavailable_reason() or (
         f"{', '.join(missing)} cannot be found: install nftables and procps" if missing else None
     )
 
 
 UNAVAILABLE = unavailable()
-NO_NAMESPACES = namespaces.unavailable_reason()
+NO_NAMESPACES = network_namespaces.unavailable_reason()
 pytestmark = pytest.mark.slow
 with_nat = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
@@ -60,7 +60,7 @@ def page_lines(*starts):
 
 
 def tool(*words):
-    subprocess.run([namespaces._found(words[0]), *words[1:]], check=True)
+    subprocess.run([network_namespaces._found(words[0]), *words[1:]], check=True)
 
 
 def events(folder, kind):
@@ -99,7 +99,7 @@ def test_the_first_machine_loses_its_power_for_good_and_the_run_goes_on_over_a_s
         "atoll invite run --standby", "atoll run --join site-c.json", "atoll invite run --out site-b.json"
     )
     small = " ".join(f"--set '{setting}'" for setting in SMALL)
-    with namespaces.site_behind_nat() as (public, second, behind):
+    with network_namespaces.site_behind_nat() as (public, second, behind):
         here, keeper, there = (
             Machine(one, tmp_path / name) for one, name in ((public, "here"), (second, "keeper"), (behind, "there"))
         )
@@ -133,8 +133,8 @@ def test_a_first_machine_behind_a_router_is_joined_at_the_address_that_it_advert
     _, invite, join = page_commands()
     run = re.search(r"^atoll run .*engine\.advertise.*$", PAGE.read_text(), flags=re.MULTILINE)[0]
     address, port = re.search(r"engine\.advertise=([0-9.]+):(\d+)", run).groups()
-    with namespaces.site_behind_nat() as (public, _, behind):
-        router = ["ip", "netns", "exec", behind.name.removesuffix("site") + "router", namespaces._found("nft")]
+    with network_namespaces.site_behind_nat() as (public, _, behind):
+        router = ["ip", "netns", "exec", behind.name.removesuffix("site") + "router", network_namespaces._found("nft")]
         tool("ip", "-n", router[3], "addr", "add", f"{address}/32", "dev", "outside")
         tool("ip", "-n", public.name, "route", "add", address, "via", "203.0.113.9")
         tool(*router, "add chain ip nat forwarded { type nat hook prerouting priority -100 ; }")
@@ -157,7 +157,7 @@ def test_a_first_machine_behind_a_router_is_joined_at_the_address_that_it_advert
 def test_machines_of_one_vpn_join_by_address_in_a_trusted_network(tmp_path):
     """The tunnel is a plain link here: what a VPN encrypts is not tested."""
     run, join = page_lines("atoll run toy-sync --elastic --processes 2 --set engine.listen=10.8.0.1", "atoll run --join 10.8.0.1")
-    with namespaces.linked_pair() as machines:
+    with network_namespaces.linked_pair() as machines:
         for number, machine in enumerate(machines, 1):
             tool("ip", "-n", machine.name, "addr", "add", f"10.8.0.{number}/24", "dev", machine.device)
         here, there = (Machine(one, tmp_path / name) for one, name in zip(machines, ("here", "there"), strict=True))
@@ -172,7 +172,7 @@ def test_machines_of_one_vpn_join_by_address_in_a_trusted_network(tmp_path):
 @with_nat
 def test_a_site_behind_nat_joins_by_dialling_out_is_killed_and_rejoins(tmp_path):
     run, invite, join = page_commands()
-    with namespaces.site_behind_nat() as (public, _, behind):
+    with network_namespaces.site_behind_nat() as (public, _, behind):
         here, there = Machine(public, tmp_path / "here"), Machine(behind, tmp_path / "there")
         folder = here.folder / "run"
         logs = [here.folder / "run.log", *(folder / "logs" / f"{name}.log" for name in ("island-0000", "lighthouse"))]

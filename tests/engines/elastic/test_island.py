@@ -28,7 +28,7 @@ from atoll.core.events import (
 )
 from atoll.core.serialization import load_tree
 from atoll.core.verified_files import sealed, unsealed
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.engines.elastic import island as island_module, recovery
 from atoll.engines.elastic.aggregation import DeltaSummary, Disagreement
 from atoll.engines.elastic.commit import CommitProtocol

@@ -8,20 +8,20 @@ from itertools import pairwise
 import pytest
 
 from atoll.algorithms.diloco import DiLoCo
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.run_lifecycle import run
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Cluster
 from atoll.runs.run_settings import Keep, Run, Train
-from atoll.testing import namespaces
+from atoll.testing import network_namespaces
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import Cut, CutOneWay, FaultScript, TimedFault
 from atoll.testing.chaos.reports import elastic_report
 
 pytest.importorskip("torchft")
-NO_NAMESPACES = namespaces.unavailable_reason()
+NO_NAMESPACES = network_namespaces.unavailable_reason()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_NAMESPACES is not None, reason=str(NO_NAMESPACES))]
 
 

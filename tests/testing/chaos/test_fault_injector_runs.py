@@ -9,7 +9,7 @@ import pytest
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.streaming import Streaming
 from atoll.core.events import Attended, Leased, Refused
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.engines.elastic.spec import Elastic
 from atoll.engines.run_lifecycle import run
 from atoll.models.gpt import GPT
@@ -17,7 +17,7 @@ from atoll.optim.adam import AdamW
 from atoll.runs.cluster import Cluster
 from atoll.runs.run_settings import Keep, Run, Train
 from atoll.telemetry.event_log import read_events
-from atoll.testing import namespaces
+from atoll.testing import network_namespaces
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import Cut, FaultScript, FullDisk, Slow, TimedFault, UpdateFault
 from atoll.testing.chaos.reports import elastic_report
@@ -25,7 +25,7 @@ from atoll.testing.chaos.reports import elastic_report
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.slow
 
-NO_NAMESPACES = namespaces.unavailable_reason()
+NO_NAMESPACES = network_namespaces.unavailable_reason()
 ROUNDS, CUT_S = 20, 2.0
 RUN = Run(
     recipe="broken",

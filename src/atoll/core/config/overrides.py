@@ -24,7 +24,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, get_origin
 
 from atoll.core.config import type_checks as tc
-from atoll.core.config.list_settings import NO_CANDIDATES, NO_PRESETS, WORDS, Candidates, Presets, describe, text_of, type_text
+from atoll.core.config.describe_settings import NO_CANDIDATES, NO_PRESETS, WORDS, Candidates, Presets, describe, text_of, type_text
 from atoll.core.errors import ConfigError
 
 R = TypeVar("R")

@@ -13,7 +13,7 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any
 
-from atoll.core.config.list_settings import WORDS, Setting, text_of
+from atoll.core.config.describe_settings import WORDS, Setting, text_of
 from atoll.core.config.type_checks import is_record, joined, shown_text
 from atoll.core.errors import ConfigError, one_line
 

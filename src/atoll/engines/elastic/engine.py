@@ -41,9 +41,9 @@ from atoll.engines.elastic.state_version import (
     state_digest,
 )
 from atoll.engines.liveness import ExchangeTimeout
-from atoll.engines.own_code import LoopBatches
 from atoll.engines.round_record import WallClock
 from atoll.engines.shared_and_sharded_state import owned, residuals, restarted, shared_fields, trees_to_device, with_shared
+from atoll.engines.user_code import LoopBatches
 from atoll.replica.local_replica import LocalReplica
 from atoll.runs.run_settings import Run
 

@@ -36,15 +36,15 @@ from atoll.engines.elastic.spec import Elastic, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import log_while_waiting
 from atoll.engines.network_interfaces import LOOPBACK
-from atoll.engines.own_code import LoopWorkload
 from atoll.engines.run_lifecycle import RunResults, RunTask
 from atoll.engines.spec import write_spec
 from atoll.engines.training_setup import loss_of, matrix_products, replica_of
+from atoll.engines.user_code import LoopWorkload
 from atoll.engines.warm_start_training import RunPreparation, WarmStart
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.folder import RunFolder, folder_name
 from atoll.runs.run_settings import dtype_of
-from atoll.runs.validation import check_devices_share_batch
+from atoll.runs.settings_validation import check_devices_share_batch
 from atoll.runs.workloads import partitioned_by_weights
 from atoll.telemetry.sinks import Fanout
 

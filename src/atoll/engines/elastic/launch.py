@@ -45,11 +45,11 @@ from atoll.engines.elastic.supervised_process import STATELESS
 from atoll.engines.elastic.supervisor import ProcessHooks, Supervisor
 from atoll.engines.liveness import append_log_line, exit_with, log_while_waiting, write_log_line
 from atoll.engines.network_interfaces import LOOPBACK, free_port, is_dialled, is_loopback
-from atoll.engines.own_code import LoopMember, LoopWorkload, load_own_code
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import read_spec, with_settings, write_spec
+from atoll.engines.user_code import LoopMember, LoopWorkload, load_user_code
 from atoll.runs.folder import RunFolder
-from atoll.runs.validation import check_devices_share_batch
+from atoll.runs.settings_validation import check_devices_share_batch
 from atoll.telemetry.console_progress import ConsoleSink
 from atoll.telemetry.sinks import Fanout
 from atoll.telemetry.summary import read_summary
@@ -347,7 +347,7 @@ def run_island(
                     island.compare_code(digest)
                 return island
 
-            mine = load_own_code(code) if code is not None else None
+            mine = load_user_code(code) if code is not None else None
             digest = "" if mine is None else mine.digest  # now: a loop opens its island later, and its file may change
             if mine is None or mine.loop is None:
                 open_island(None if mine is None else mine.open()).run()

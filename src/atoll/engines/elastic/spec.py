@@ -17,7 +17,7 @@ from atoll.engines.elastic.gateway_protocol import wire_version
 from atoll.engines.network_interfaces import LOOPBACK, is_dialled, is_loopback
 from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
 from atoll.runs.run_settings import Run
-from atoll.runs.validation import check_devices_share_batch
+from atoll.runs.settings_validation import check_devices_share_batch
 
 LEAST_WINDOW_S = 2.0
 """The shortest window of a quorum. An island that has to wait asks again after up to 1 s, and shorter windows would miss it."""

@@ -21,8 +21,8 @@ from atoll.core.events import Progress, RoundFinished, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Sink
 from atoll.engines.accounting import diverged_hub
-from atoll.engines.ray.client import HubClient, last_line
 from atoll.engines.ray.hub_actor import start_hub
+from atoll.engines.ray.hub_client import HubClient, last_line
 from atoll.engines.ray.messages import EvaluationRequest, HubProcessSpec, HubStatus, tensors_of, tree_copy
 from atoll.engines.ray.worker import WorkerProcessSpec, start_worker
 

@@ -22,7 +22,6 @@ from atoll.core.protocols import Sink
 from atoll.core.serialization import save_tree
 from atoll.core.verified_files import open_to_append
 from atoll.engines.checkpoints import Checkpoint
-from atoll.engines.own_code import LoopWorkload, workload_of_loop
 from atoll.engines.ray import bootstrap
 from atoll.engines.ray.engine import RayEngine
 from atoll.engines.ray.hub_checkpoints import INITIAL_WEIGHTS, lock_folder, rounds_after
@@ -30,6 +29,7 @@ from atoll.engines.ray.messages import HubProcessSpec, LostRounds, dtype_name, t
 from atoll.engines.ray.spec import Ray, gpus_per_worker
 from atoll.engines.ray.worker import WorkerProcessSpec
 from atoll.engines.run_lifecycle import Driver, Result, RunRequest, RunTask
+from atoll.engines.user_code import LoopWorkload, workload_of_loop
 from atoll.engines.warm_start_training import Prepared
 from atoll.replica.evaluator import Evaluator
 from atoll.runs.run_settings import Run, device_of

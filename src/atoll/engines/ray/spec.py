@@ -11,7 +11,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.protocols import AsyncAlgorithm, Plan
 from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
 from atoll.runs.run_settings import Run
-from atoll.runs.validation import check_devices_share_batch
+from atoll.runs.settings_validation import check_devices_share_batch
 
 
 @dataclass(frozen=True, kw_only=True)

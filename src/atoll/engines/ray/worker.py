@@ -24,13 +24,13 @@ from atoll.core.protocols import AsyncAlgorithm, Task, Workload
 from atoll.engines.accounting import ComputeSpan
 from atoll.engines.hub_encoding import decode_weights, encode_update
 from atoll.engines.liveness import append_log_line, write_log_line
-from atoll.engines.own_code import LoopMember, LoopWorkload, load_own_code
 from atoll.engines.ray import bootstrap, messages as msg
-from atoll.engines.ray.client import HubClient
+from atoll.engines.ray.hub_client import HubClient
 from atoll.engines.ray.spec import Ray, further_devices
 from atoll.engines.round_record import WallClock
 from atoll.engines.timed_replica import ProcessReplica, run_worker_round
 from atoll.engines.training_setup import loss_of, matrix_products, replica_of
+from atoll.engines.user_code import LoopMember, LoopWorkload, load_user_code
 from atoll.engines.warm_start_training import RunPreparation
 from atoll.replica.forward_backward import Loss
 from atoll.replica.local_replica import LocalReplica
@@ -100,7 +100,7 @@ class WorkerProcess:
         """Works until the run is over. Returns the number of its rounds."""
         try:
             with matrix_products(self._run):
-                own = load_own_code(self._spec.code) if self._spec.code else None
+                own = load_user_code(self._spec.code) if self._spec.code else None
                 if own is None or own.loop is None:
                     self._workload = self._load_workload(None if own is None else own.open())
                     return self.run()

@@ -18,7 +18,7 @@ from atoll.core.flat_tree import Tree, all_finite, measure, products
 from atoll.core.layout import Layout, shard_range
 from atoll.core.nested_trees import memory_of
 from atoll.core.protocols import Encoding, Mean, Scattered
-from atoll.engines.chunk_arithmetic import encoded_mean
+from atoll.engines.chunk_reduction import encoded_mean
 from atoll.engines.simulator.member_work import MemberWork
 from atoll.engines.simulator.virtual_clock import ClockTask
 from atoll.runs.cluster import CONTROL_BYTES, CollectiveCost, all_gather_cost, all_reduce_cost, reduce_scatter_cost

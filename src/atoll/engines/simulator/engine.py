@@ -18,9 +18,9 @@ import torch
 from atoll.core.errors import ConfigError, ExchangeFailed, TrainingDiverged
 from atoll.core.events import Progress, RoundFailed, RunFinished
 from atoll.core.flat_tree import Tree, finite_and_set
+from atoll.core.memoize import sharing
 from atoll.core.nested_trees import memories, recycle, trees
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Replica, fields_owned, whole_steps
-from atoll.core.shared_results import sharing
 from atoll.engines.accounting import diverged_weights
 from atoll.engines.shared_and_sharded_state import adopt_shared, borrowed, donated, owned, pending_tokens, shared_fields
 from atoll.engines.simulator.collectives import RoundAborted, RoundQuorum, SimCollectives
@@ -33,7 +33,7 @@ from atoll.engines.simulator.virtual_clock import ClockTask, VirtualClock
 from atoll.engines.training_setup import passed_multiple, same_batches_everywhere
 from atoll.replica.local_replica import LocalReplica
 from atoll.replica.master_weights import check_exchange_dtype
-from atoll.runs.validation import check_two_level, check_whole_rounds
+from atoll.runs.settings_validation import check_two_level, check_whole_rounds
 
 
 class BaseSimEngine(ABC):

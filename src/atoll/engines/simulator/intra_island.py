@@ -21,9 +21,9 @@ from atoll.algorithms.streaming import FragmentRanges, Streaming
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.flat_tree import Tree, finite_and_set
 from atoll.core.layout import shard_range
+from atoll.core.memoize import forget
 from atoll.core.nested_trees import memories, recycle
 from atoll.core.protocols import Algorithm, HoldsWeights, Owner, Work, fields_owned
-from atoll.core.shared_results import forget
 from atoll.engines.shared_and_sharded_state import adopt_shared, donated, owned, shared_fields, trees_to_device, with_shared
 from atoll.engines.simulator.collectives import SimCollectives
 from atoll.engines.simulator.member_work import MemberWork, SimMember

@@ -19,7 +19,7 @@ from atoll.testing.chaos.fault_injector import FaultInjector
 from atoll.testing.chaos.faults import CHAOS_LOG, LIGHTHOUSE, FaultScript
 from atoll.testing.chaos.ray_faults import check_ray_script, inject_ray_faults
 from atoll.testing.chaos.reports import ElasticReport, HubReport, elastic_report, hub_report
-from atoll.testing.namespaces import NetworkNamespace, ShapedLink, inside_namespace, star_network, unavailable_reason
+from atoll.testing.network_namespaces import NetworkNamespace, ShapedLink, inside_namespace, star_network, unavailable_reason
 
 
 @dataclass(frozen=True)

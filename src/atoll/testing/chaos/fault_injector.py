@@ -31,7 +31,7 @@ from atoll.testing.chaos.faults import (
     Slow,
     fault_record,
 )
-from atoll.testing.namespaces import ShapedLink
+from atoll.testing.network_namespaces import ShapedLink
 
 
 class TargetProcess(Protocol):

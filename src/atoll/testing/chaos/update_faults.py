@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Codec, Encoding, Peers, Replica
-from atoll.engines.chunk_arithmetic import encoded_slices
+from atoll.engines.chunk_reduction import encoded_slices
 from atoll.engines.elastic.island import Interpose
 from atoll.engines.elastic.membership import Membership
 from atoll.engines.elastic.snapshot_server import IslandStatus

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from atoll.core.errors import ExchangeFailed
-from atoll.engines.ray.client import HubClient
+from atoll.engines.ray.hub_client import HubClient
 
 
 class Gone(Exception):
@@ -18,7 +18,7 @@ class TimedOut(Exception):
 
 @pytest.fixture(autouse=True)
 def retries_at_once(monkeypatch):
-    monkeypatch.setattr("atoll.engines.ray.client._RETRY_S", 0.0)
+    monkeypatch.setattr("atoll.engines.ray.hub_client._RETRY_S", 0.0)
 
 
 def client_of(answers, timeout_s=5.0, watch=None):

@@ -10,7 +10,7 @@ import atoll
 from atoll import recipes
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
-from atoll.engines.own_code import LoopWorkload, load_own_code, workload_of_loop
+from atoll.engines.user_code import LoopWorkload, load_user_code, workload_of_loop
 from atoll.testing.simulated_runs import Regression
 
 CODE = """
@@ -45,36 +45,36 @@ def own(tmp_path, monkeypatch):
 
 
 def test_the_digest_of_code_is_that_of_its_file(own):
-    before = load_own_code(f"{own}:make").digest
-    assert load_own_code(f"{own}:train").digest == before
+    before = load_user_code(f"{own}:make").digest
+    assert load_user_code(f"{own}:train").digest == before
     own.write_text(CODE + "\n")
-    assert load_own_code(f"{own}:make").digest != before
-    assert load_own_code("atoll.testing.simulated_runs:Regression").digest
+    assert load_user_code(f"{own}:make").digest != before
+    assert load_user_code("atoll.testing.simulated_runs:Regression").digest
 
 
 def test_a_module_in_an_archive_is_loaded_and_has_the_digest_of_its_file(own, monkeypatch):
-    expected = load_own_code(f"{own}:make").digest
+    expected = load_user_code(f"{own}:make").digest
     for file in (own, own.with_name("own_neighbour.py")):
         with ZipFile(own.with_name("code.zip"), "a") as archive:
             archive.write(file, file.name)
         file.unlink()
         sys.modules.pop(file.stem, None)
     monkeypatch.setattr(sys, "path", [str(own.with_name("code.zip")), *sys.path])
-    made = load_own_code("own:make")
+    made = load_user_code("own:make")
     assert made.open() == Regression(hidden=3)
     assert made.digest == expected
 
 
 def test_a_function_without_required_parameters_makes_a_workload_and_one_with_a_parameter_is_a_loop(own, monkeypatch):
     monkeypatch.chdir(own.parent)
-    made = load_own_code("own.py:make")
+    made = load_user_code("own.py:make")
     assert made.name == f"{own}:make"
     assert made.open() == Regression(hidden=3)
-    loop = load_own_code(f"{own}:train")
+    loop = load_user_code(f"{own}:train")
     assert loop.loop is not None
     assert loop.loop(7) == 7
     assert isinstance(loop.open(), LoopWorkload)
-    assert load_own_code("atoll.testing.simulated_runs:Regression").open() == Regression()
+    assert load_user_code("atoll.testing.simulated_runs:Regression").open() == Regression()
 
 
 LOOP = """
@@ -117,7 +117,7 @@ def test_the_model_and_the_evaluation_of_a_loop_are_found_without_training(own):
 def test_a_name_that_leads_nowhere_is_refused(own, monkeypatch, name, says):
     monkeypatch.chdir(own.parent)
     with pytest.raises(ConfigError, match=says):
-        load_own_code(name)
+        load_user_code(name)
 
 
 def test_a_named_workload_trains_on_other_engines_and_a_loop_is_refused_there(own, tmp_path):

@@ -67,7 +67,7 @@ class LoopWorkload:
 
 @dataclass(frozen=True)
 class OwnCode:
-    """Code that `load_own_code` found. Exactly one of both is given.
+    """Code that `load_user_code` found. Exactly one of both is given.
 
     Args:
         name: by which other processes load it, with an absolute path.
@@ -139,7 +139,7 @@ class _Entered(BaseException):
 
 def workload_of_loop(code: str, run: Run) -> LoopWorkload:
     """What a loop trains: this process runs it up to its block, for its model and its evaluation."""
-    own, found = load_own_code(code), list[LoopWorkload]()
+    own, found = load_user_code(code), list[LoopWorkload]()
     assert own.loop is not None, "the code is a loop"
 
     def enter(workload: LoopWorkload) -> NoReturn:
@@ -153,7 +153,7 @@ def workload_of_loop(code: str, run: Run) -> LoopWorkload:
     return found[0]
 
 
-def load_own_code(name: str) -> OwnCode:
+def load_user_code(name: str) -> OwnCode:
     """The function of this name: without parameters it makes a workload, with one parameter it is a loop."""
     where, _, attribute = name.rpartition(":")
     if not where or not attribute.isidentifier():

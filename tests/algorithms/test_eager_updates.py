@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atoll.algorithms.diloco import DiLoCo
-from atoll.algorithms.eager import Eager, EagerState
+from atoll.algorithms.eager_updates import Eager, EagerState
 from atoll.core.errors import ConfigError
 from atoll.core.flat_tree import Tree
 from atoll.optim.sgd import SGD, Nesterov

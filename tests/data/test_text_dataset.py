@@ -12,7 +12,7 @@ import torch
 from atoll.core.errors import ConfigError, DataError
 from atoll.data.partition import IID, ByDomain, Dirichlet, KMeans
 from atoll.data.prepare import Preparation, prepare
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 
 torch.set_num_threads(1)
 

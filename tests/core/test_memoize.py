@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-import atoll.core.shared_results as once_module
+import atoll.core.memoize as once_module
 from atoll.algorithms.ddp import DDP, clip
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.flat_tree import Tree
-from atoll.core.shared_results import forget, once, sharing
+from atoll.core.memoize import forget, once, sharing
 from atoll.engines.simulator.memory_counter import is_counted
 from atoll.optim.adam import AdamW
 from atoll.optim.in_place import rule_update

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from atoll.core.config.describe_settings import describe
 from atoll.core.config.json_records import find_type, from_json, to_json
-from atoll.core.config.list_settings import describe
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 

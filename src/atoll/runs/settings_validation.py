@@ -17,7 +17,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, AsyncAlgorithm, Rebases
 from atoll.data.gaussians import Gaussians
 from atoll.data.instructions import Instructions
-from atoll.data.text import Text
+from atoll.data.text_dataset import Text
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
 from atoll.models.pretrained import Pretrained
