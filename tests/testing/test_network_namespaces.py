@@ -37,7 +37,7 @@ def test_namespaces_are_removed_after_an_error():
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_namespaces_are_removed_after_a_signal_or_when_the_next_ones_are_made(end):
     text = (
-        "import sys\nfrom atoll.testing import namespaces\n"
+        "import sys\nfrom atoll.testing import network_namespaces\n"
         "with network_namespaces.linked_pair() as (one, _):\n    print(one.name, flush=True)\n    sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
