@@ -118,7 +118,8 @@ def test_a_loop_that_joins_a_running_run_begins_with_its_weights(threaded, toy):
             loops.live.wait_until("island-0001 begins with round 1, fetched from island-0000")
 
     loops.start("island-0000", on_batch=start_joiner)
-    (first, one), (second, two) = loops.finish().values()
+    ended = loops.finish()
+    (first, one), (second, two) = ended["island-0000"], ended["island-0001"]
     assert Tree.of(first).equal(Tree.of(second))
     assert one.rounds == two.rounds
     assert 0 < two.steps < one.steps
