@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import yaml
 
+import atoll
 import conftest
 from atoll.cli.recipe_settings import run_of
 from atoll.models.mlp import MLP
@@ -20,6 +21,12 @@ from tools.matrix import CELLS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("name", atoll.__all__)
+def test_every_public_name_is_found_in_its_module(name):
+    found = getattr(atoll, name)
+    assert getattr(found, "__name__", name).removeprefix("atoll.") == name or name == "__version__"
 
 
 def test_the_stated_versions_of_python_and_torch_are_those_of_the_matrix():
