@@ -278,6 +278,9 @@ hosts = st.one_of(
 )
 ports = st.one_of(st.integers(), st.sampled_from(["9" * 5000, "\u00b2", "", "-1", "1_0", "1 "]), st.text(max_size=8))
 addresses = st.one_of(st.just(f"{HOST}:1"), st.builds("{}:{}".format, hosts, ports), st.text(max_size=70))
+lengths = st.sampled_from([0, 1, 2, 4, -1, 1 << 31, 1 << 40, 1 << 62, 1 << 63, 1 << 64])
+kinds = st.tuples(st.sampled_from(["float32", "int8", "bool", "qint8", "bits8", "complex64"]), st.lists(lengths, max_size=4))
+more_tensors = st.dictionaries(st.sampled_from(["moments.a", "moments.b", "w.x"]), kinds, min_size=1)
 SNAPSHOT = {"header": {}, "tensors": {"w": ["float32", [4]]}, "age_s": 0.0}
 QUERIES = [f"{query} {RUN}\n".encode() for query in ("snapshot", "status", "relay box-2 status", "exchange 0123abcd 1")]
 TARGETS = {
@@ -285,7 +288,12 @@ TARGETS = {
     "queries to a snapshot server": (queries, frames([*QUERIES, b"exchange 0123abcd 1\n"])),
     "answers of a snapshot server": (
         answers,
-        frames([snapshot_frame({}, SNAPSHOT["tensors"])], lines(SNAPSHOT), st.builds(snapshot_frame, values, values, values)),
+        frames(
+            [snapshot_frame({}, SNAPSHOT["tensors"])],
+            lines(SNAPSHOT),
+            st.builds(snapshot_frame, values, values, values),
+            more_tensors.map(lambda more: snapshot_frame({}, SNAPSHOT["tensors"] | more)),
+        ),
     ),
     "messages of a socket group": (
         messages,

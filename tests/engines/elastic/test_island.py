@@ -359,7 +359,8 @@ def test_a_fetched_header_with_any_part_changed_is_used_or_leaves_the_island_as_
 
     header, refused = json.loads(json.dumps(intact.header)), 0
     origin = {"origin": header.pop("origin")}  # another one ends the island
-    for changed in mutated(header):
+    deep = json.loads('{"kind": "list", "items": [' * 450 + "]}" * 450)  # JSON can be nested more deeply than it can be unpacked
+    for changed in (*mutated(header), header | {"moments": deep}):
         before = held()
         if not fetch(origin | changed if isinstance(changed, dict) else changed):
             refused += 1
