@@ -147,12 +147,14 @@ def test_only_islands_of_the_gateways_machine_are_known_to_have_ended_by_their_p
     client, run_id = site.client(), site.invite().run_id
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
-        local = GatewayNetwork(client, run_id, registry=f"{HOST}:1", lighthouse=f"{HOST}:1", refused=bool)
-        assert not local.refuses(f"island:box-2:{port}")
+        local = GatewayNetwork(client, run_id, registry=f"{HOST}:1", lighthouse=f"{HOST}:1", islands=2, refused=bool)
+        assert not local.refuses(f"island:island-0001:{port}")
     with closing(local), closing(GatewayNetwork(client, run_id, refused=bool)) as joiner:
-        assert local.refuses(f"island:box-2:{port}")
-        assert not local.refuses("island:box-2"), "it is on another machine"
-        assert not joiner.refuses(f"island:box-2:{port}")
+        assert local.refuses(f"island:island-0001:{port}")
+        for remote in (f"island:box-2:{port}", "island:box-2", f"island:island-0002:{port}", "island:island-0001"):
+            assert not local.is_trusted(remote), "it is on another machine, whatever it says"
+            assert not local.refuses(remote)
+        assert not joiner.refuses(f"island:island-0001:{port}")
 
 
 def test_islands_reach_each_other_by_dialling_out_only(site):

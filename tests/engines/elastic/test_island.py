@@ -38,9 +38,8 @@ from atoll.engines.elastic.launch import start
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, fetch_snapshot
-from atoll.engines.elastic.spec import Elastic, JoinInfo
+from atoll.engines.elastic.spec import Elastic, JoinInfo, island_name
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.elastic.supervisor import island_name
 from atoll.engines.run_lifecycle import RunRequest, run as simulate
 from atoll.engines.training_setup import replica_of
 from atoll.models.gpt import GPT

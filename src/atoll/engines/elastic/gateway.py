@@ -8,7 +8,6 @@ and the gateway sends a stream over one of them. So an island behind NAT or a fi
 
 from __future__ import annotations
 
-import re
 import resource
 import socket
 import ssl
@@ -31,7 +30,7 @@ from atoll.engines.elastic.gateway_protocol import (
     wire_version,
 )
 from atoll.engines.elastic.run_identity import MACHINE, RunSecrets
-from atoll.engines.elastic.spec import NAME
+from atoll.engines.elastic.spec import NAME, PLANNED
 from atoll.engines.network_interfaces import LOOPBACK
 from atoll.engines.socket_transport import receive_record, splice
 
@@ -41,7 +40,6 @@ MAX_CONNECTIONS, MAX_PER_IDENTITY = 2048, 512
 _CHECK_S = 0.5
 """How often the gateway looks for revoked identities and late handshakes."""
 _LOG_S, _GENTLE_S = 10.0, 1.0
-_PLANNED = re.compile(r"island-\d")
 
 
 class _Refusal(Exception):
@@ -223,7 +221,7 @@ class Gateway:
             raise _Refusal(f"the run is of atoll {ours}, and this island is of atoll {theirs}", final=True)
         if not isinstance(asked.get("name"), str) or not NAME.fullmatch(asked["name"]):
             raise _Refusal("an island's name consists of letters, digits, dots and dashes", final=True)
-        if identity != MACHINE and _PLANNED.match(asked["name"]):
+        if identity != MACHINE and PLANNED.fullmatch(asked["name"]):
             raise _Refusal(f"{asked['name'][:40]} is a name of the islands that the run starts itself", final=True)
         with self._lock:
             own = sum(one == identity for one in self._connections.values())

@@ -25,6 +25,8 @@ JOIN_INFO = "join_info.json"
 """In the run's folder: what its rendezvous publishes to joiners."""
 NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 """Names of islands: they are parts of addresses and of ids."""
+PLANNED = re.compile(r"island-[0-9]{4,}")
+"""Names of the islands that a run starts itself, on the machine with its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,17 +170,28 @@ def check_server(address: str) -> None:
         raise ConfigError(f"{shown_text(address)} is no address of a registry or a lighthouse: it is HOST:PORT over IPv4.")
 
 
-def is_island_address(address: str) -> bool:
-    """Whether an island may have this address: HOST:PORT; or in a run with a gateway `island:NAME`, and on the gateway's machine
-    with a port behind it.
+def island_name(number: int) -> str:
+    """The name of an island that the run starts: names sort as numbers do."""
+    return f"island-{number:04d}"
 
-    >>> [is_island_address(one) for one in ("192.0.2.7:7000", "island:box-1", "island:box-1:7000", "box-1", "island:box-1:0", "")]
-    [True, True, True, False, False, False]
+
+def is_island_address(address: str, name: str) -> bool:
+    """Whether the island of this name may have this address: HOST:PORT; or, in a run with a gateway, `island:NAME`, and with a port
+    behind it if the run starts that island itself. The gateway leads to NAME what the identity with this name accepts, so an island
+    cannot have an address at which another one answers.
+
+    >>> addresses = "192.0.2.7:7000", "island:box-1", "island:box-2", "island:box-1:7000", "box-1", ""
+    >>> [is_island_address(one, "box-1") for one in addresses]
+    [True, True, False, False, False, False]
+    >>> addresses = "island:island-0001:7000", "island:island-0001", "island:island-0001:0"
+    >>> [is_island_address(one, "island-0001") for one in addresses]
+    [True, False, False]
     """
-    kind, _, rest = address.partition(":")
-    name, colon, port = rest.partition(":")
-    by_name = kind == "island" and NAME.fullmatch(name) and (not colon or is_dialled(f"{LOOPBACK}:{port}"))
-    return bool(by_name) or is_dialled(address)
+    if not address.startswith("island:"):
+        return is_dialled(address)
+    given, colon, port = address.removeprefix("island:").partition(":")
+    is_planned = PLANNED.fullmatch(name) is not None
+    return given == name and bool(colon) == is_planned and (not colon or is_dialled(f"{LOOPBACK}:{port}"))
 
 
 @dataclass(frozen=True)
