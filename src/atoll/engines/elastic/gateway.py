@@ -36,7 +36,9 @@ from atoll.engines.socket_transport import receive_record, splice
 
 MAX_UNAUTHENTICATED = 64
 """Connections that have not shown a certificate and said where to. A further one closes the oldest of them."""
-MAX_CONNECTIONS, MAX_PER_IDENTITY = 2048, 512
+MAX_CONNECTIONS = 8192
+"""At most, and at most a third of the descriptors that this process may open. All islands connect with each other, so a join file
+may have any number that leaves as many free: of k greedy ones each gets a share of 1 / (k + 1), and one share stays free."""
 _CHECK_S = 0.5
 """How often the gateway looks for revoked identities and late handshakes."""
 _LOG_S, _GENTLE_S = 10.0, 1.0
@@ -225,8 +227,10 @@ class Gateway:
             raise _Refusal(f"{asked['name'][:40]} is a name of the islands that the run starts itself", final=True)
         with self._lock:
             own = sum(one == identity for one in self._connections.values())
-            if len(self._connections) >= self._most or (own >= MAX_PER_IDENTITY and identity != MACHINE):
-                raise _Refusal(f"too many connections: {own} of {identity}, {len(self._connections)} in all")
+            free = self._most - len(self._connections)
+            if free <= 0 or (own >= free and identity != MACHINE):
+                taken = f"{own} of {identity}, {len(self._connections)} of {self._most} in all"
+                raise _Refusal(f"too many connections: {taken}. `ulimit -Hn` on the run's machine may allow more")
             if self._unauthenticated.pop(connection, None) is None or connection.context is not self._context:
                 raise ConnectionError("it was closed")
             self._connections[connection] = identity
