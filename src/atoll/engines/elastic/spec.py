@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, cast
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import OrInfinite, Timeout, hints_of, shown_text
 from atoll.core.errors import ConfigError, one_line
-from atoll.core.verified_files import sealed, unsealed
+from atoll.core.verified_files import json_digest, sealed, unsealed
 from atoll.engines.elastic.gateway_protocol import wire_version
 from atoll.engines.network_interfaces import LOOPBACK, is_dialled, is_loopback
 from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
@@ -211,6 +211,11 @@ class JoinInfo:
         `address` has published."""
         here = (address, self.lighthouse)
         return (here,) if self.first is None or self.first == here else (self.first, here)
+
+    @property
+    def run_digest(self) -> str:
+        """Of the Run as islands train it. A resumed run has the same; its engine's settings may differ."""
+        return json_digest(to_json(self.run))
 
     @property
     def straggler_s(self) -> float:
