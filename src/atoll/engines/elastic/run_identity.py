@@ -380,8 +380,8 @@ class JoinFile:
                 )
             if record["format"] != _JOIN_FORMAT:
                 raise ConfigError(
-                    f"--join {path} has format {record['format']}, and this atoll reads format {_JOIN_FORMAT}, which has the digest "
-                    f"of the Run. Write a new one with `atoll invite DIR` on the machine that has the run's folder."
+                    f"--join {path} has format {record['format']}, and this atoll reads format {_JOIN_FORMAT}, which has the "
+                    f"digest of the Run. Write a new one with `atoll invite DIR` on the machine that has the run's folder."
                 )
             addresses, given = tuple(record["addresses"]), record["credentials"]
             standby, run = record["standby"], record["run"]
