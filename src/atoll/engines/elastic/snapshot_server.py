@@ -73,7 +73,7 @@ class IslandStatus:
     heartbeat: int = 0  # counts its registrations
     run: str = ""  # the id of its run
     process: str = ""  # its identity: a restarted island of the same name has another
-    member: str = ""  # its id at the lighthouse; empty while it sends no heartbeats
+    member: str = field(init=False, default_factory=str)  # its id at the lighthouse; empty while it sends no heartbeats
     exchanging: bool = field(init=False, default_factory=bool)  # whether a newer state may be committed at any moment
     has_copy: bool = field(init=False, default_factory=bool)  # whether its folder is a copy of its own, which it alone writes
     standby: str = field(init=False, default_factory=str)  # a rendezvous that it runs: REGISTRY LIGHTHOUSE, or ID@GATEWAY
