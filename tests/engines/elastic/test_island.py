@@ -235,7 +235,7 @@ def test_join_info_survives_its_text(toy):
 def test_join_info_of_another_protocol_is_refused_by_name(toy):
     text = JoinInfo(toy(3), Elastic(processes=3), "127.0.0.1:99").to_text()
     early, ours = {**unsealed(text), "atoll": version("atoll")}, version("atoll")
-    with pytest.raises(ConfigError, match=rf"run is of atoll {ours}, and this is atoll {ours}, protocol 2\. All islands"):
+    with pytest.raises(ConfigError, match=rf"run is of atoll {ours}, and this is atoll {ours}, protocol 3\. All islands"):
         JoinInfo.from_text(sealed(early))
 
 
