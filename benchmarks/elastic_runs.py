@@ -21,8 +21,7 @@ from atoll.data.text_dataset import Text
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.snapshot_server import fetch_snapshot
-from atoll.engines.elastic.spec import Elastic
-from atoll.engines.elastic.supervisor import island_name
+from atoll.engines.elastic.spec import Elastic, island_name
 from atoll.engines.network_interfaces import free_port
 from atoll.engines.processes.spec import Processes
 from atoll.engines.run_lifecycle import run

@@ -12,8 +12,7 @@ from typing import Any, get_args
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.events import Attended, Evaluated, Event
 from atoll.data.text_dataset import Text
-from atoll.engines.elastic.spec import Elastic
-from atoll.engines.elastic.supervisor import island_name
+from atoll.engines.elastic.spec import Elastic, island_name
 from atoll.engines.run_lifecycle import run
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW

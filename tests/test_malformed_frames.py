@@ -32,7 +32,7 @@ from tests.fuzzing import FUZZED, FUZZERS
 
 HOST, LIMIT_S, RUN = "127.0.0.1", 20.0, "run-0123456789abcdef"
 TENSORS = {"w": torch.arange(4.0)}
-STATUS = IslandStatus("box-1", True, "192.0.2.7:4711", run=RUN)
+STATUS = IslandStatus("island-0000", True, "192.0.2.7:4711", run=RUN)
 STATUS.standby = f"{STATUS.address} {STATUS.address}"
 
 # ---------------------------------------------------------------------------------------------------------------------- inputs
@@ -168,7 +168,7 @@ def queries(tmp_path):
 
         yield check
         until(lambda: server._server._open == 0)
-        assert query_status("box-1", server.address, LIMIT_S, network) == STATUS
+        assert query_status(STATUS.name, server.address, LIMIT_S, network) == STATUS
         assert torch.equal(fetch_snapshot(server.address, LIMIT_S, network, TENSORS).tensors["w"], TENSORS["w"])
 
 
@@ -239,7 +239,7 @@ def messages(tmp_path):
 def entries(tmp_path):
     """Statuses and ids of members, from which islands take addresses that they dial, and standbys that they may change to."""
     client = GatewayClient(lambda: None, [f"{HOST}:1"], "box-2")
-    local = GatewayNetwork(client, RUN, registry=f"{HOST}:1", lighthouse=f"{HOST}:1", refused=pytest.fail)
+    local = GatewayNetwork(client, RUN, registry=f"{HOST}:1", lighthouse=f"{HOST}:1", islands=1, refused=pytest.fail)
     direct, looked_up = DirectNetwork(HOST, run_id=RUN), socket.getaddrinfo
 
     def on_loopback(host, port, *options):  # the host is encoded, and no name server and no other machine is asked
@@ -272,12 +272,16 @@ def entries(tmp_path):
 
 
 STATUS_FRAME = json.dumps(STATUS.to_json()).encode()
-ID_FRAME = Member("box-1", STATUS.address, True, 1.0, 5, RUN, "box-1#1").to_replica_id().encode()
+ID_FRAME = Member(STATUS.name, STATUS.address, True, 1.0, 5, RUN, "island-0000#1").to_replica_id().encode()
 hosts = st.one_of(
-    st.sampled_from([HOST, "island", "island:x", "a" * 64, f"x.{'a' * 64}", "\udcff", "", "1,b"]), st.text(max_size=70)
+    st.sampled_from([HOST, "island", "island:island-0000", "island:x", "a" * 64, f"x.{'a' * 64}", "\udcff", "", "1,b"]),
+    st.text(max_size=70),
 )
 ports = st.one_of(st.integers(), st.sampled_from(["9" * 5000, "\u00b2", "", "-1", "1_0", "1 "]), st.text(max_size=8))
 addresses = st.one_of(st.just(f"{HOST}:1"), st.builds("{}:{}".format, hosts, ports), st.text(max_size=70))
+lengths = st.sampled_from([0, 1, 2, 4, -1, 1 << 31, 1 << 40, 1 << 62, 1 << 63, 1 << 64])
+kinds = st.tuples(st.sampled_from(["float32", "int8", "bool", "qint8", "bits8", "complex64"]), st.lists(lengths, max_size=4))
+more_tensors = st.dictionaries(st.sampled_from(["moments.a", "moments.b", "w.x"]), kinds, min_size=1)
 SNAPSHOT = {"header": {}, "tensors": {"w": ["float32", [4]]}, "age_s": 0.0}
 QUERIES = [f"{query} {RUN}\n".encode() for query in ("snapshot", "status", "relay box-2 status", "exchange 0123abcd 1")]
 TARGETS = {
@@ -285,7 +289,12 @@ TARGETS = {
     "queries to a snapshot server": (queries, frames([*QUERIES, b"exchange 0123abcd 1\n"])),
     "answers of a snapshot server": (
         answers,
-        frames([snapshot_frame({}, SNAPSHOT["tensors"])], lines(SNAPSHOT), st.builds(snapshot_frame, values, values, values)),
+        frames(
+            [snapshot_frame({}, SNAPSHOT["tensors"])],
+            lines(SNAPSHOT),
+            st.builds(snapshot_frame, values, values, values),
+            more_tensors.map(lambda more: snapshot_frame({}, SNAPSHOT["tensors"] | more)),
+        ),
     ),
     "messages of a socket group": (
         messages,

@@ -29,6 +29,8 @@ CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml
 LISTENERS = {"rendezvous", "TCPStore"}
 """torch's functions that open a store, on all interfaces where they are told to."""
 KEYWORDS = {"allow_pickle", "trust_remote_code", "shell"}
+READS_MODELS = (".from_pretrained", ".from_config")
+"""Of transformers: without a word on a model's code they ask the user whether to run it."""
 ALLOWED = {
     ("src/atoll/engines/processes/torch_checkpoint_files.py", "pickle"): "an Unpickler that is restricted to torch's index classes",
     ("src/atoll/engines/rank_store.py", "TCPStore"): "with a socket of its own, on one address; and as a client",
@@ -58,6 +60,8 @@ def dangers(source):
                 yield name.rpartition(".")[2]
             if name == "torch.load" and given.get("weights_only") != "True":
                 yield name
+            if name.startswith("transformers.") and name.endswith(READS_MODELS) and given.get("trust_remote_code") is None:
+                yield name
             yield from (word for word in KEYWORDS if given.get(word, "False") != "False")
 
 
@@ -75,6 +79,8 @@ def is_object_collective(name):
     ("source", "found"),
     [
         ("import pickle", ["pickle"]),
+        ("transformers.AutoConfig.from_pretrained(a)", ["transformers.AutoConfig.from_pretrained"]),
+        ("transformers.AutoConfig.from_pretrained(a, trust_remote_code=False)", []),
         ("from pickle import loads", ["pickle"]),
         ("from torch.distributed import broadcast_object_list", ["broadcast_object_list"]),
         ("import torch.distributed as dist\ndist.all_gather_object(a, b)", ["all_gather_object"]),

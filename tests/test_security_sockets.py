@@ -159,7 +159,6 @@ LIMITS = {
     ("elastic, several machines", "gateway"): [
         gateway.MAX_UNAUTHENTICATED,
         gateway_protocol.HANDSHAKE_S,
-        gateway.MAX_PER_IDENTITY,
         gateway.MAX_CONNECTIONS,
         gateway_protocol.LINE_BYTES / KIB,
     ],

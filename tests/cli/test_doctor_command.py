@@ -96,9 +96,11 @@ def test_a_name_that_is_this_machine_itself_is_pointed_out(monkeypatch):
     assert found.startswith("first.example is 127.0.0.1 here, which is this machine itself: correct its line in /etc/hosts")
 
 
-@pytest.mark.parametrize("address", ["first.example", ":29500", "first.example:0", "first.example:99999", "first.example:http"])
+@pytest.mark.parametrize(
+    "address", ["first.example", ":29500", "first.example:0", "first.example:99999", "first.example:http", "a b@h:1"]
+)
 def test_an_address_is_host_and_port(address):
-    with pytest.raises(ConfigError, match="it is HOST:PORT"):
+    with pytest.raises(ConfigError, match="it is WORD@HOST:PORT"):
         examine(address, None, "toy-sync", SMALL)
 
 
@@ -114,7 +116,7 @@ def test_one_machine_asks_another(capsys):
         assert thread.is_alive(), heard
         assert time.monotonic() < deadline_s, heard
         heard += capsys.readouterr().err
-    thread_address = re.search(r"answering at (\S+) for", heard)[1]
+    thread_address = re.search(r"atoll doctor (\S+)", heard)[1]
     examine(thread_address, "127.0.0.1:0", "toy-sync", SMALL)
     thread.join()
     out = capsys.readouterr().out
@@ -131,8 +133,8 @@ def test_two_machines_check_each_other_as_the_page_says(tmp_path):
         refused = two.typed("atoll doctor first.example:29500", code=1)
         assert "nothing listens there: on the other machine run `atoll doctor --listen" in refused
         with one.started("atoll doctor --listen 10.77.0.1:29500", "screen") as answers:
-            until_said(answers, "on the other machine: atoll doctor 10.77.0.1:29500")
-            said = two.typed("atoll doctor first.example:29500 --listen 10.77.0.2:0")
+            word = re.search(r"atoll doctor (\w+)@10\.77\.0\.1:29500", until_said(answers, "@10.77.0.1:29500"))[1]
+            said = two.typed(f"atoll doctor {word}@first.example:29500 --listen 10.77.0.2:0")
             assert answers.wait(60) == 0, answers.log.read_text()
             for text in (said, answers.log.read_text()):
                 assert re.search(r"machine +(first|second)\.example, Linux \S+ +(first|second)\.example, Linux", text)

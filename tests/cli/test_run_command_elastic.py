@@ -218,13 +218,15 @@ def lines_of(process, log):
 
 
 @pytest.mark.slow
-def test_a_joiner_that_gets_a_sigterm_when_the_first_machine_is_lost_saves_the_state(tmp_path):
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_joiner_that_gets_a_sigterm_when_the_first_machine_is_lost_saves_the_state(tmp_path, has_copy):
     folder, rescue = tmp_path / "run", tmp_path / "rescue"
+    saves = ["--out", rescue] if has_copy else ["--set", f"engine.rescue_dir={rescue}"]
     delay = ["--set", "engine.step_delay=0.1", "--set", "train.steps=4000"]
     with running("run", "toy-sync", *SETS, *delay, "--elastic", "--processes", 1, "--out", folder) as machine:
         until(lambda: len(rounds(folder)) >= 2, "a round", machine)
         address = child_of(folder, "rendezvous")[1][-2]
-        with running("run", "--join", address, "--set", f"engine.rescue_dir={rescue}") as joiner:
+        with running("run", "--join", address, *saves) as joiner:
             until(lambda: events(folder, Attended)[-1].participating == 2, "a commit with the joiner", machine)
             for pid in (machine.pid, child_of(folder, "rendezvous")[0], process_of(folder, "island-0000")):
                 os.kill(pid, signal.SIGKILL)
@@ -232,7 +234,9 @@ def test_a_joiner_that_gets_a_sigterm_when_the_first_machine_is_lost_saves_the_s
             code, _, err = end_of(joiner)
     assert code == 130, err
     assert f"in {rescue}" in err
-    assert events(rescue, Attended)[-1].round >= rounds(folder)[-1] - 1
+    last = events(rescue, Attended)[-1].round
+    assert last >= rounds(folder)[-1] - 1
+    assert any((rescue / "checkpoints").glob(f"*{last}")), "it need not train again what it had saved in its last interval"
 
 
 @pytest.mark.slow

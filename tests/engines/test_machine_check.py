@@ -35,7 +35,7 @@ def answering():
         thread = threading.Thread(target=run, args=(limit_s,))
         thread.start()
         assert port.wait(10)
-        return said[0].split()[2], thread, ended, said
+        return said[0].split()[-1], thread, ended, said
 
     return start
 
@@ -82,6 +82,7 @@ BAD = {
     "a fact for the terminal": {"facts": {"a": "\x1b[2J"}},
     "a number as a fact": {"facts": {"a": 1}},
     "no port": {"facts": {}},
+    "no word": {"invited": "", "facts": {}, "port": 0, "word": ""},
     "a port that is none": {"facts": {}, "port": 1e300, "word": ""},
     "a number that is none": {"facts": {}, "port": True, "word": ""},
 }
@@ -90,9 +91,10 @@ BAD = {
 @pytest.mark.parametrize("line", BAD.values(), ids=BAD)
 def test_a_stranger_ends_neither_the_one_that_answers_nor_the_check(answering, line):
     address, thread, ended, said = answering()
-    host, port = address.split(":")
+    word, _, where = address.partition("@")
+    host, port = where.split(":")
     with socket.create_connection((host, int(port)), timeout=10) as stranger:
-        stranger.sendall(line if isinstance(line, bytes) else json.dumps({"check": 1, **line}).encode() + b"\n")
+        stranger.sendall(line if isinstance(line, bytes) else json.dumps({"check": 2, "invited": word, **line}).encode() + b"\n")
         stranger.shutdown(socket.SHUT_WR)
         with suppress(ConnectionResetError):
             stranger.recv(1)
@@ -100,6 +102,16 @@ def test_a_stranger_ends_neither_the_one_that_answers_nor_the_check(answering, l
     thread.join()
     assert ended["found"].facts == FACTS
     assert "is no `atoll doctor`" in said[1]
+
+
+def test_a_machine_without_the_word_is_refused_and_told_nothing(answering):
+    address, thread, ended, said = answering()
+    with pytest.raises(ConfigError, match="answers those alone who know the word"):
+        ask_machine(address.partition("@")[2], FACTS, "127.0.0.1:0")
+    assert "it does not know the word" in said[1]
+    ask_machine(address, FACTS, None)
+    thread.join()
+    assert ended["found"].facts == FACTS
 
 
 def test_an_address_with_another_program_is_told_apart():

@@ -48,7 +48,8 @@ def examine(address: str | None, listen: str | None, recipe: str, settings: Sequ
     """Print what was found, and what to do. Returns whether there is anything to do.
 
     Args:
-        address: HOST:PORT at which another machine answers; None: with `listen` this machine answers, without it is alone.
+        address: WORD@HOST:PORT, as the machine that answers there has printed it; None: with `listen` this machine answers, without
+            it is alone.
         listen: HOST:PORT of this machine; with `address`, where the other machine connects back.
         recipe: whose data the machines compare, with these settings.
     """
@@ -60,7 +61,7 @@ def examine(address: str | None, listen: str | None, recipe: str, settings: Sequ
         try:
             other = ask_machine(address, facts, listen)
         except (OSError, ValueError) as error:
-            findings.append(unreached(address, error))
+            findings.append(unreached(address.rpartition("@")[2], error))
     elif listen is not None:
         other = answer_machine(listen, facts, lambda line: print(line, file=sys.stderr, flush=True))
     if other is not None:
@@ -70,10 +71,11 @@ def examine(address: str | None, listen: str | None, recipe: str, settings: Sequ
 
 
 def _check_address(address: str) -> None:
-    if not is_dialled(address):
+    word, _, where = address.rpartition("@")
+    if not is_dialled(where) or not re.fullmatch(r"\w{0,32}", word, re.ASCII):
         raise ConfigError(
-            f"{shown_text(address)}: it is HOST:PORT, the address at which `atoll doctor --listen HOST:PORT` answers on the other "
-            f"machine, such as 192.0.2.7:29500."
+            f"{shown_text(address)}: it is WORD@HOST:PORT, as `atoll doctor --listen HOST:PORT` prints it on the other machine, "
+            f"such as 5f0c2a91d34e@192.0.2.7:29500."
         )
 
 
@@ -253,7 +255,7 @@ def _show(findings: Sequence[Finding], other: OtherMachine | None) -> None:
 
 def _next(other: OtherMachine | None) -> str:
     if other is None:
-        return " To check the network to another machine: `atoll doctor --listen HOST:PORT` there, `atoll doctor HOST:PORT` here."
+        return " To check the network to another machine: `atoll doctor --listen HOST:PORT` there, and here what it prints."
     if other.back == "":
         return " These machines can run --engine processes, elastic and ray together."
     return " These machines can run elastic together; --engine processes and ray connect both ways."

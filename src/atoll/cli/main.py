@@ -262,7 +262,8 @@ def invite(
 def doctor(
     settings: Settings,
     address: Annotated[
-        str | None, typer.Argument(metavar="HOST:PORT", help="Where `atoll doctor --listen HOST:PORT` answers on another machine.")
+        str | None,
+        typer.Argument(metavar="WORD@HOST:PORT", help="What `atoll doctor --listen HOST:PORT` prints on another machine."),
     ] = None,
     listen: Annotated[
         str | None,

@@ -317,7 +317,7 @@ def load_model_tokenizer(path: str) -> Any:
     transformers = require("transformers", extra="hf", purpose="tokenizers of pretrained models")
     advice = "Save one there with `tokenizer.save_pretrained`, or name the folder of another: data.tokenizer=FOLDER."
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises errors of many kinds, for damaged files too
         raise DataError(f"{folder} holds no tokenizer that can be loaded ({type(error).__name__}: {error}). {advice}") from error
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:  # without files the library makes one that encodes nothing

@@ -1,11 +1,12 @@
 """What a machine sends to another about itself, and whether the two reach each other, for `atoll doctor`.
 
-One machine answers, at the address that its user gave; the other asks. They exchange three lines of JSON, whose facts are text of
-checked length. If the one that asks has an address to be reached at, the other connects back to its port.
+One machine answers, at the address that its user gave; the other asks, with the word that the first has printed, and is refused
+without. They exchange three lines of JSON, whose facts are text of checked length. If the one that asks has an address to be
+reached at, the other connects back to its port. All of it is plain text.
 
-    asks      {"check": 1, "facts": {...}, "port": 4711, "word": "..."}
-    answers   {"check": 1, "facts": {...}, "unix_s": 1.5, "back": ""}       back: why it could not connect back
-    asks      {"check": 1, "skew_s": 0.1}
+    asks      {"check": 2, "invited": "...", "facts": {...}, "port": 4711, "word": "..."}
+    answers   {"check": 2, "facts": {...}, "unix_s": 1.5, "back": ""}       back: why it could not connect back
+    asks      {"check": 2, "skew_s": 0.1}
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import ConfigError, one_line
 from atoll.engines.socket_transport import receive_record
 
-_VERSION = 1
+_VERSION = 2
 _LINE_BYTES, _MOST_FACTS, _FACT_LENGTH = 16 << 10, 32, 200
 _CONNECT_S, _EXCHANGE_S = 5.0, 30.0
 """Limits of a connection, and of all lines on it. The machine that answers may still have to connect back."""
 _ANSWER_S = 600.0
 """How long a machine waits to be asked."""
-_TOKEN_BYTES = 64
+_TOKEN_BYTES, _WORD_BYTES = 64, 12
+_STRANGER_S = 5.0
+"""A connection that has sent nothing for so long makes room for the next."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,10 @@ class OtherMachine:
 
 
 def ask_machine(address: str, facts: Mapping[str, str], listen: str | None) -> OtherMachine:
-    """Ask the machine that answers at this address. With `listen`, it connects back to that address of this machine.
+    """Ask the machine that answers at WORD@HOST:PORT. With `listen`, it connects back to that address of this machine.
 
-    Raises OSError if it cannot be reached, and ValueError if something else answers there."""
+    Raises OSError if it cannot be reached, ValueError if something else answers there, and ConfigError if it refuses the word."""
+    word, _, address = address.rpartition("@")
     host, _, port = address.rpartition(":")
     began_s = time.monotonic()
     with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as connection:
@@ -55,8 +59,13 @@ def ask_machine(address: str, facts: Mapping[str, str], listen: str | None) -> O
         connection.settimeout(_EXCHANGE_S)
         with _BackConnection(listen, token) as back:
             sent_s = time.time()
-            _send(connection, facts=dict(facts), port=back.port, word=token)
+            _send(connection, invited=word, facts=dict(facts), port=back.port, word=token)
             reply = _receive(connection, _EXCHANGE_S)
+            if "refused" in reply:
+                raise ConfigError(
+                    f"{address} answers those alone who know the word that `atoll doctor --listen` has printed there: copy its "
+                    f"line `atoll doctor WORD@HOST:PORT`."
+                )
             received_s = time.time()
             theirs, their_s, why = _facts(reply), _number(reply, "unix_s"), _text(reply, "back")
             skew_s = their_s - (sent_s + received_s) / 2
@@ -67,10 +76,12 @@ def ask_machine(address: str, facts: Mapping[str, str], listen: str | None) -> O
 
 
 def answer_machine(listen: str, facts: Mapping[str, str], log: Callable[[str], object], limit_s: float = _ANSWER_S) -> OtherMachine:
-    """Listen at this address until one machine has asked, for at most so many seconds. Raises ConfigError if none has."""
+    """Listen at this address until a machine has asked with the word that this prints, for at most so many seconds. Raises
+    ConfigError if none has."""
+    word = secrets.token_hex(_WORD_BYTES // 2)
     with _listener(listen) as listener:
         host, port = listener.getsockname()[:2]
-        log(f"answering at {host}:{port} for at most {limit_s:.0f} s; on the other machine: atoll doctor {host}:{port}")
+        log(f"answering at {host}:{port} for at most {limit_s:.0f} s; on the other machine: atoll doctor {word}@{host}:{port}")
         deadline_s = time.monotonic() + limit_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             listener.settimeout(left_s)
@@ -80,7 +91,7 @@ def answer_machine(listen: str, facts: Mapping[str, str], log: Callable[[str], o
                 break
             try:
                 with connection:
-                    return _answer(connection, str(peer[0]), facts)
+                    return _answer(connection, str(peer[0]), facts, word)
             except (OSError, ValueError) as error:
                 log(f"{peer[0]} connected, and is no `atoll doctor` ({shown_text(one_line(error))})")
     raise ConfigError(
@@ -89,9 +100,12 @@ def answer_machine(listen: str, facts: Mapping[str, str], log: Callable[[str], o
     )
 
 
-def _answer(connection: socket.socket, peer: str, facts: Mapping[str, str]) -> OtherMachine:
+def _answer(connection: socket.socket, peer: str, facts: Mapping[str, str], word: str) -> OtherMachine:
     connection.settimeout(_EXCHANGE_S / 2)
-    asked = _receive(connection, _EXCHANGE_S / 2)
+    asked = _receive(connection, _STRANGER_S)
+    if not secrets.compare_digest(_text(asked, "invited").encode(), word.encode()):
+        _send(connection, refused=True)
+        raise ValueError("it does not know the word")
     theirs, port, token, back = _facts(asked), int(_number(asked, "port")), _text(asked, "word"), ""
     if port:
         try:

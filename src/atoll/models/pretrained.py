@@ -135,7 +135,7 @@ def _load(folder: Path) -> nn.Module:
     with torch.random.fork_rng(devices=[]), silent_transformers():
         try:
             module, loading = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, output_loading_info=True
+                folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
         except Exception as error:  # the library raises errors of many kinds, for damaged files too
             raise ConfigError(
@@ -156,9 +156,9 @@ def _draw(folder: Path, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]), silent_transformers():
         torch.default_generator.manual_seed(seed)
         try:
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             config.torch_dtype = torch.float32  # in which weights are drawn; the config may name another
-            module = transformers.AutoModelForCausalLM.from_config(config)
+            module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         except Exception as error:  # the library raises errors of many kinds
             raise ConfigError(
                 f"{folder / 'config.json'} describes no causal language model that transformers can build "

@@ -73,16 +73,16 @@ class ThreadedRun:
     def network(self):
         return DirectNetwork(HOST, self.rendezvous.address, self.join_info.lighthouse, self.join_info.run_id)
 
-    def start(self, *names, has_folder=True, dies_after=None, clock_s=None):
-        """Islands that take part, each in a thread; they die when they have committed round `dies_after`."""
-        threads = [
-            threading.Thread(target=self._take_part, args=(name, has_folder, dies_after, clock_s), daemon=True) for name in names
-        ]
+    def start(self, *names, has_folder=True, dies_after=None, clock_s=None, copy=None):
+        """Islands that take part, each in a thread; they die when they have committed round `dies_after`. A joiner may keep a
+        `copy` of the folder."""
+        options = has_folder, dies_after, clock_s, copy
+        threads = [threading.Thread(target=self._take_part, args=(name, *options), daemon=True) for name in names]
         for thread in threads:
             thread.start()
         return threads
 
-    def _take_part(self, name, has_folder, dies_after, clock_s):
+    def _take_part(self, name, has_folder, dies_after, clock_s, copy):
         torch.set_num_threads(1)
 
         def log(text):
@@ -95,10 +95,10 @@ class ThreadedRun:
                 if who == name and text.startswith(f"committed round {number} "):
                     self.wait_until(what)
 
-        folder = self.folder if has_folder else None
+        folder, own = (self.folder, None) if has_folder else (copy, self.join_info.spec if copy else None)
         try:
             island = IslandProcess(
-                self.join_info, self.network(), name, folder, IslandOutput(log), self.interpose, workload=self.workload
+                self.join_info, self.network(), name, folder, IslandOutput(log), self.interpose, own, workload=self.workload
             )
             ended = False
             try:
@@ -130,12 +130,14 @@ class ThreadedRun:
             self.logged.append(text)
             self.something_logged.notify_all()
 
-    def finish(self, threads):
+    def finish(self, threads, *, last=True):
+        """Wait for the ends of these islands, and end the rendezvous behind the last ones."""
         for thread in threads:
             thread.join(60.0)
         assert not self.errors, self.errors
         assert not any(thread.is_alive() for thread in threads), self.logged
-        self.rendezvous.close()
+        if last:
+            self.rendezvous.close()
 
     def events(self, kind):
         return [event for event in read_events(RunFolder(self.folder).events) if isinstance(event, kind)]

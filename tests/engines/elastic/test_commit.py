@@ -69,7 +69,7 @@ class Islands:
             self.before_status.get(name, bool)()
             if name in self.silent:
                 raise OSError("it answers nothing, as beyond a cut link")
-            return replace(status, phase=IslandPhase.JOINED, version=NOW).to_json()
+            return {**replace(status, phase=IslandPhase.JOINED, version=NOW).to_json(), "member": status.member}
 
         def dial(address, limit_s):
             if any(name in self._cut and other in self._cut and address == self.statuses[other].address for other in self._cut):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import select
 import socket
 import ssl
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,7 @@ from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Sna
 from atoll.engines.socket_transport import splice
 
 HOST, LIMIT_S = "127.0.0.1", 10.0
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 class Echo:
@@ -147,12 +150,14 @@ def test_only_islands_of_the_gateways_machine_are_known_to_have_ended_by_their_p
     client, run_id = site.client(), site.invite().run_id
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
-        local = GatewayNetwork(client, run_id, registry=f"{HOST}:1", lighthouse=f"{HOST}:1", refused=bool)
-        assert not local.refuses(f"island:box-2:{port}")
+        local = GatewayNetwork(client, run_id, registry=f"{HOST}:1", lighthouse=f"{HOST}:1", islands=2, refused=bool)
+        assert not local.refuses(f"island:island-0001:{port}")
     with closing(local), closing(GatewayNetwork(client, run_id, refused=bool)) as joiner:
-        assert local.refuses(f"island:box-2:{port}")
-        assert not local.refuses("island:box-2"), "it is on another machine"
-        assert not joiner.refuses(f"island:box-2:{port}")
+        assert local.refuses(f"island:island-0001:{port}")
+        for remote in (f"island:box-2:{port}", "island:box-2", f"island:island-0002:{port}", "island:island-0001"):
+            assert not local.is_trusted(remote), "it is on another machine, whatever it says"
+            assert not local.refuses(remote)
+        assert not joiner.refuses(f"island:island-0001:{port}")
 
 
 def test_islands_reach_each_other_by_dialling_out_only(site):
@@ -459,20 +464,34 @@ def test_a_gateway_that_answers_a_byte_at_a_time_does_not_answer(site, monkeypat
     hurried.set()
 
 
-def test_connections_are_limited_in_number(site, monkeypatch):
-    monkeypatch.setattr(module, "MAX_PER_IDENTITY", 3)
+def test_a_join_file_leaves_as_many_connections_free_as_it_has(site):
+    site.gateway._most = 6
     greedy, modest = site.client(), site.client()
     with ExitStack() as stack:
         streams = [stack.enter_context(greedy.open("registry", LIMIT_S)) for _ in range(3)]
-        with pytest.raises(OSError, match="too many connections: 3 of"):
+        with pytest.raises(OSError, match=r"too many connections: 3 of \w+, 3 of 6 in all"):
             greedy.open("registry", LIMIT_S)
         assert echoes(modest.open("registry", LIMIT_S))
         streams[0].close()
         wait_until(lambda: len(site.gateway._connections) == 2)
         assert echoes(greedy.open("registry", LIMIT_S))
         site.gateway._most = 2
-        with pytest.raises(OSError, match="2 in all"):
+        with pytest.raises(OSError, match="2 of 2 in all"):
             modest.open("registry", LIMIT_S)
+
+
+def test_thirty_joiners_on_one_join_file_have_the_connections_that_they_need(site):
+    """As many as the page on two sites says: each keeps a few, and all connect with each other."""
+    ((joiners, told),) = re.findall(r"(\d+) joiners need about ([\d,]+) connections", (DOCS / "two_sites.md").read_text())
+    needed = int(joiners) * (int(joiners) - 1) + 7 * int(joiners)
+    assert f"{needed:,}" == told
+    if site.gateway._most < 2 * needed:
+        pytest.skip(f"this machine allows {site.gateway._most} connections")
+    client = site.client(name="box")
+    with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+        for stream in pool.map(lambda _: client.open("serve", 6 * LIMIT_S), range(needed)):
+            stack.callback(stream.close)
+        assert echoes(site.client().open("registry", 6 * LIMIT_S)), "another join file is admitted"
 
 
 def test_refusals_are_logged_in_one_line_however_many(site):

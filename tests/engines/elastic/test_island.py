@@ -38,12 +38,12 @@ from atoll.engines.elastic.launch import start
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, Snapshot, SnapshotServer, fetch_snapshot
-from atoll.engines.elastic.spec import Elastic, JoinInfo
+from atoll.engines.elastic.spec import Elastic, JoinInfo, island_name
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.elastic.supervisor import island_name
 from atoll.engines.run_lifecycle import RunRequest, run as simulate
 from atoll.engines.training_setup import replica_of
 from atoll.models.gpt import GPT
+from atoll.runs.folder import RunFolder
 from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.faults import UpdateFault
 from atoll.testing.chaos.reports import exactly_once_violations
@@ -235,7 +235,7 @@ def test_join_info_survives_its_text(toy):
 def test_join_info_of_another_protocol_is_refused_by_name(toy):
     text = JoinInfo(toy(3), Elastic(processes=3), "127.0.0.1:99").to_text()
     early, ours = {**unsealed(text), "atoll": version("atoll")}, version("atoll")
-    with pytest.raises(ConfigError, match=rf"run is of atoll {ours}, and this is atoll {ours}, protocol 2\. All islands"):
+    with pytest.raises(ConfigError, match=rf"run is of atoll {ours}, and this is atoll {ours}, protocol 3\. All islands"):
         JoinInfo.from_text(sealed(early))
 
 
@@ -359,7 +359,8 @@ def test_a_fetched_header_with_any_part_changed_is_used_or_leaves_the_island_as_
 
     header, refused = json.loads(json.dumps(intact.header)), 0
     origin = {"origin": header.pop("origin")}  # another one ends the island
-    for changed in mutated(header):
+    deep = json.loads('{"kind": "list", "items": [' * 450 + "]}" * 450)  # JSON can be nested more deeply than it can be unpacked
+    for changed in (*mutated(header), header | {"moments": deep}):
         before = held()
         if not fetch(origin | changed if isinstance(changed, dict) else changed):
             refused += 1
@@ -528,6 +529,8 @@ def test_an_island_without_the_folder_that_ends_with_the_newest_state_saves_it_w
 ):
     """In the folder of its user's choice, or in its working directory, whatever the recipe of the run that it fetched is called."""
     (tmp_path / "atoll-rescue-x").mkdir()
+    for taken in ("rescue", "rescue-2") if chosen else ():  # by earlier rescues
+        RunFolder.create(tmp_path / taken, toy(1), ["test"])
     monkeypatch.chdir(tmp_path)
     spec = Elastic(processes=1, quorum_timeout_s=1.0, rescue_dir=str(tmp_path / "rescue") if chosen else None)
     live = threaded(replace(toy(1, "train.steps=24"), recipe="x/../run/evil"), spec)
@@ -537,12 +540,55 @@ def test_an_island_without_the_folder_that_ends_with_the_newest_state_saves_it_w
     live.finish([*first, *live.start("elsewhere", has_folder=False)])
     last = max(int(text.split()[2]) for text in live.logged if text.startswith("committed round"))
     assert any(text.startswith(f"no island with the run's folder answers, so elsewhere saved round {last}") for text in live.logged)
-    (rescue,) = tmp_path.glob("rescue" if chosen else "atoll-rescue-x-*")
+    (rescue,) = tmp_path.glob("rescue-3" if chosen else "atoll-rescue-x-*")
     assert [event.round for event in read_events(rescue / "events.jsonl", [Attended])][-1] == last
     again = IslandProcess(live.join_info, live.network(), "island-0000", rescue, IslandOutput(live.log))
     assert again._recovery.initialize(again._engine) == f"round {last}, from its checkpoint"
     assert again._engine.leases.done
     again.close(wait=False)
+
+
+def ends_with_the_last_state(live, **options):
+    """The first machine dies, and the joiner `elsewhere` ends with a newer state. Returns its thread and that round."""
+    live.waits["island-0000", 3] = "elsewhere begins with"
+    first = live.start("island-0000", dies_after=6)
+    live.wait_until("committed round 1 ")
+    threads = live.start("elsewhere", has_folder=False, **options)
+    live.finish(first, last=False)
+    return threads
+
+
+def test_a_joiner_with_a_copy_that_is_interrupted_saves_its_exact_state_in_the_copy(tmp_path, threaded, toy):
+    """Between two saves, when the first machine is lost."""
+    live = threaded(toy(1, "train.steps=24", "keep.save_every=1000"), Elastic(processes=1, quorum_timeout_s=1.0))
+    copy = RunFolder.create(tmp_path / "copy", live.run, ["test"]).path
+    joiner = ends_with_the_last_state(live, copy=copy, dies_after=9)
+    live.finish(joiner)
+    assert any(
+        text.startswith(f"no island with the run's folder answers, so elsewhere saved round 9 in {copy}.") for text in live.logged
+    )
+    again = IslandProcess(live.join_info, live.network(), "island-0000", copy, IslandOutput(live.log))
+    assert again._recovery.initialize(again._engine) == "round 9, from its checkpoint"
+    assert [event.round for event in read_events(copy / "events.jsonl", [Attended])][-1] == 9
+    again.close(wait=False)
+
+
+def test_a_joiner_whose_disk_is_full_saves_its_state_when_there_is_room(small_disk, threaded, toy, monkeypatch):
+    monkeypatch.setattr(island_module, "_RESCUE_RETRY_S", 0.01)
+    rescue = small_disk.path / "rescue"
+    live = threaded(toy(1, "train.steps=24"), Elastic(processes=1, quorum_timeout_s=1.0, rescue_dir=str(rescue)))
+    small_disk.fill()
+    joiner = ends_with_the_last_state(live)
+    failed = "is not saved, and elsewhere tries again"
+    while sum(failed in text for text in live.logged) < 3:
+        assert joiner[0].is_alive(), live.logged[-3:]
+        time.sleep(0.01)
+    small_disk.free()
+    live.finish(joiner)
+    last = max(int(text.split()[2]) for text in live.logged if text.startswith("committed round"))
+    assert [event.round for event in read_events(rescue / "events.jsonl", [Attended])][-1] == last
+    assert [*(rescue / "checkpoints").glob(f"*{last}")]
+    assert not any("is lost with this island" in text for text in live.logged)
 
 
 def test_a_joiner_saves_nothing_while_an_island_with_the_folder_has_the_state(tmp_path, threaded, toy, monkeypatch):

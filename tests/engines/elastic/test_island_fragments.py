@@ -10,8 +10,7 @@ from atoll.algorithms.streaming import Streaming
 from atoll.core.events import Attended, Exchanged, IslandJoined, Leased, Refused, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import load_tree
-from atoll.engines.elastic.spec import Elastic
-from atoll.engines.elastic.supervisor import island_name
+from atoll.engines.elastic.spec import Elastic, island_name
 from atoll.engines.run_lifecycle import run as simulate
 from atoll.optim.sgd import SGD
 from atoll.testing.chaos.faults import UpdateFault

@@ -21,9 +21,8 @@ from atoll.engines.elastic.commit_log import CommitRecord
 from atoll.engines.elastic.event_log_lease import EventLogLease, LeaseLost
 from atoll.engines.elastic.leader_event_log import LeaderLog, RunAlreadyFinished
 from atoll.engines.elastic.snapshot_server import IslandPhase
-from atoll.engines.elastic.spec import Elastic
+from atoll.engines.elastic.spec import Elastic, island_name
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
-from atoll.engines.elastic.supervisor import island_name
 from atoll.runs.folder import RunFolder
 from atoll.testing.chaos.reports import exactly_once_violations
 

@@ -7,8 +7,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.events import Attended, Leased, RunFinished
 from atoll.core.serialization import load_tree
 from atoll.engines.elastic import commit, island as island_module, spec
-from atoll.engines.elastic.spec import Elastic
-from atoll.engines.elastic.supervisor import island_name
+from atoll.engines.elastic.spec import Elastic, island_name
 from atoll.engines.run_lifecycle import run as simulate
 from atoll.runs.run_settings import candidates
 from atoll.testing.chaos.reports import exactly_once_violations

@@ -10,7 +10,8 @@ import socket
 import threading
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from atoll.engines.elastic.quorum import LastQuorum, Member
 from atoll.engines.elastic.quorum_monitor import QuorumMonitor
 from atoll.engines.elastic.rendezvous import Rendezvous
 from atoll.engines.elastic.snapshot_server import IslandStatus, SnapshotServer, query_islands
-from atoll.engines.elastic.spec import Elastic, JoinInfo
+from atoll.engines.elastic.spec import Elastic, JoinInfo, island_name
 from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.network_interfaces import free_port
 
@@ -207,11 +208,62 @@ def test_an_id_that_is_no_island_of_the_run_is_ignored_with_one_line(quorum, nam
     assert len(lines) == 2, "one for each island"
 
 
+@pytest.fixture
+def first_machine():
+    """Islands of the machine with a run's gateway, which have joined, and their lighthouse. They reach each other on loopback, and
+    nothing through the gateway, which does not exist."""
+    lighthouse = f"{HOST}:{free_port(HOST)}"
+    rendezvous, logged = Rendezvous(JoinInfo(None, Elastic(quorum_timeout_s=60.0), lighthouse), f"{HOST}:0"), []
+    with ExitStack() as stack:
+        stack.callback(rendezvous.close)
+        members = []
+        for name in map(island_name, range(2)):
+            client, servers = GatewayClient(lambda: None, [f"{HOST}:1"], name), {"registry": f"{HOST}:1", "lighthouse": lighthouse}
+            network = GatewayNetwork(client, "run-1", **servers, islands=2, refused=pytest.fail)
+            status = IslandStatus(name, True, run="run-1", process=f"{name}#1.0")
+            server = stack.enter_context(closing(SnapshotServer(HOST, status.to_json, network=network)))
+            status.address = network.address_of(server.port)
+            members.append(Membership(status, network, 10.0, logged.append))
+            members[-1].join()
+            stack.callback(members[-1].leave)
+
+        def ignores(name):
+            return any(text.startswith("ignores") and name[:60] in text for text in logged)
+
+        yield SimpleNamespace(members=members, lighthouse=lighthouse, ignores=ignores)
+
+
+def posing(first_machine, address):
+    """The id of a member that claims the name of the first island, and to have joined long before it."""
+    own = Member.from_replica_id(first_machine.members[0]._own_id)
+    return replace(own, joined_s=0.0, address=address.format(port=own.address.rpartition(":")[2])).to_replica_id()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["island:evil", "island:island-0000", f"{HOST}:1", "island:island-0000:1", "island:island-0000:{port}"],
+    ids=["its own", "through the gateway", "dialled", "another port", "the island's"],
+)
+def test_a_member_that_poses_as_an_island_of_the_first_machine_ends_no_island_and_gets_no_place(first_machine, address):
+    """With the process id of that island, too: the lighthouse tells it to all members."""
+    name = posing(first_machine, address)
+    with stranger(first_machine.lighthouse, name) as ask, ThreadPoolExecutor(1) as pool:
+        asked, quorums = pool.submit(ask), form(first_machine.members)
+        while not first_machine.ignores(name) and quorums[0].find_duplicate() is None:  # it may ask after them at first
+            quorums = form(first_machine.members)
+        assert name in asked.result(), "it is in the lighthouse's quorum"
+    assert [{*one.names} for one in quorums] == [{"island-0000", "island-0001"}] * 2
+    assert all(quorum.find_duplicate() is None for quorum in quorums)
+    assert quorums[0].key == quorums[1].key
+    assert first_machine.ignores(name)
+
+
 @pytest.mark.parametrize("address", BAD_ADDRESSES, ids=lambda address: ascii(address)[:40])
 def test_no_address_that_another_process_sends_ends_an_island(address):
     network = DirectNetwork(HOST, run_id="run-1")
-    local = GatewayNetwork(GatewayClient(lambda: None, [f"{HOST}:1"], "a"), "run-1", registry=f"{HOST}:1", refused=pytest.fail)
-    for reached, where in ((network, address), (local, f"island:x:{address.rpartition(':')[2]}"), (local, f"island:{address}")):
+    client, port = GatewayClient(lambda: None, [f"{HOST}:1"], "a"), address.rpartition(":")[2]
+    local = GatewayNetwork(client, "run-1", registry=f"{HOST}:1", islands=1, refused=pytest.fail)
+    for reached, where in ((network, address), (local, f"island:island-0000:{port}"), (local, f"island:{address}")):
         with pytest.raises(OSError):  # noqa: PT011 (an address that is none, or whose host is unknown)
             reached.dial(where, 0.1).close()
         assert query_islands({"x": where}, 0.1, reached) == {}

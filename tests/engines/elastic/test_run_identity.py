@@ -85,6 +85,13 @@ def test_a_join_file_of_another_version_is_refused_by_name(join):
         JoinFile.read(path)
 
 
+def test_a_join_file_of_an_earlier_format_is_refused_with_advice(join):
+    path = join[1]
+    path.write_text(sealed({**unsealed(path.read_text()), "format": 2}))
+    with pytest.raises(ConfigError, match=r"has format 2, and this atoll reads format 3.*`atoll invite DIR`"):
+        JoinFile.read(path)
+
+
 def cut(text):
     return text[: len(text) // 2]
 

@@ -223,6 +223,11 @@ def test_a_client_that_sends_its_query_a_byte_at_a_time_is_dropped(server, monke
             "its tensors have 80 bytes, and this run needs 64",
         ),
         ({}, "it lacks w"),
+        (
+            {"w": ["float32", [4]], "outer.x": ["float32", [1 << 40, 1 << 40, 0]]},
+            "its tensors have 4835703278458516698824720 bytes",
+        ),
+        ({"w": ["float32", [4]], "outer.x": ["quint4x2", [4]]}, "'quint4x2' is no dtype of a state"),
         ({"w": ["float32", [-4]]}, "'-4' is no length"),
         ({"w": ["float32", [True]]}, "'True' is no length"),
         ({"w": ["Tensor", [4]]}, "'Tensor' is no dtype"),

@@ -4,10 +4,12 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 
 import pytest
 
 from atoll import recipes
+from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.verified_files import sealed
 from atoll.engines.elastic import rendezvous, standby as module
@@ -15,8 +17,8 @@ from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayClient, GatewayNetwork, joiner_network
 from atoll.engines.elastic.gateway_protocol import GatewayRefused, WrongGateway
-from atoll.engines.elastic.launch import fetch_join_info
-from atoll.engines.elastic.rendezvous import Registry, Rendezvous
+from atoll.engines.elastic.launch import Joiner, fetch_join_info, find_run
+from atoll.engines.elastic.rendezvous import Registry, RegistryClient, Rendezvous
 from atoll.engines.elastic.run_identity import RunSecrets
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, SnapshotServer, query_status
 from atoll.engines.elastic.spec import Elastic, JoinInfo
@@ -43,7 +45,7 @@ class FirstMachine:
         self.gateway = Gateway(lambda: RunSecrets.read(folder), f"{HOST}:0", ports, lambda text: None)
 
     def invite(self, standby=""):
-        return RunSecrets.invite(self.folder, (self.gateway.address,), standby)
+        return RunSecrets.invite(self.folder, (self.gateway.address,), standby, self.info.run_digest)
 
     def revoke(self, file):
         RunSecrets.revoke(self.folder, file.credentials.identity)
@@ -117,6 +119,23 @@ def test_later_join_files_name_the_standbys_that_are_not_revoked(first):
     names = [f"{file.credentials.identity}@{file.standby}" for file in (one, two)]
     assert two.addresses == (first.gateway.address, names[0])
     assert first.invite().addresses == (first.gateway.address, names[1])
+
+
+def test_a_joiner_with_a_join_file_trains_no_other_run_than_that_of_the_file(first):
+    """A member overwrites what the run's rendezvous publishes, with other data and the right id."""
+    file = first.invite()
+
+    def found(published):
+        RegistryClient(first.info.registry)._ask(lambda store: store.set("join_info", published.to_text()))
+        info, network = find_run("the run", "box", None, Joiner(file))
+        network.close()
+        return info
+
+    assert found(first.info) == first.info
+    with pytest.raises(ConfigError, match="not the Run that the join file was written for"):
+        found(replace(first.info, run=override(first.info.run, ["data.examples=77"])))
+    resumed = replace(first.info, spec=replace(first.info.spec, quorum_timeout_s=7.0))
+    assert found(resumed) == resumed
 
 
 @pytest.mark.parametrize("standby", ["x", "192.0.2.1:7000", "0123456789ab@192.0.2.1", "0123456789ab@192.0.2.1:0", "../x@box:1"])
@@ -193,7 +212,7 @@ def test_a_standby_refuses_whom_the_run_has_revoked_also_when_it_starts_again_wi
     standby.close()
     first.close()
     file = network._client.credentials()
-    again = type(good)(file, good.addresses, good.atoll, standby.dialled)
+    again = replace(good, credentials=file, standby=standby.dialled)
     with closing(SecuredStandby(standby.dialled, first.info, network, again, tmp_path / "copy", lambda text: None)):
         opened(good)
         with pytest.raises(GatewayRefused, match="was revoked"):

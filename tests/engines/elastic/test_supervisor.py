@@ -24,7 +24,7 @@ from atoll.engines.elastic import launch, rendezvous_health, supervisor as super
 from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
-from atoll.engines.elastic.spec import Elastic, JoinInfo
+from atoll.engines.elastic.spec import Elastic, JoinInfo, island_name
 from atoll.engines.elastic.supervised_process import REFUSED, STATELESS, Backoff, Child
 from atoll.engines.elastic.supervisor import (
     EndReports,
@@ -33,7 +33,6 @@ from atoll.engines.elastic.supervisor import (
     ProcessHooks,
     Supervisor,
     former_processes,
-    island_name,
 )
 from atoll.engines.liveness import last_error, last_lines
 from atoll.engines.network_interfaces import free_port

@@ -8,7 +8,6 @@ and the gateway sends a stream over one of them. So an island behind NAT or a fi
 
 from __future__ import annotations
 
-import re
 import resource
 import socket
 import ssl
@@ -31,17 +30,18 @@ from atoll.engines.elastic.gateway_protocol import (
     wire_version,
 )
 from atoll.engines.elastic.run_identity import MACHINE, RunSecrets
-from atoll.engines.elastic.spec import NAME
+from atoll.engines.elastic.spec import NAME, PLANNED
 from atoll.engines.network_interfaces import LOOPBACK
 from atoll.engines.socket_transport import receive_record, splice
 
 MAX_UNAUTHENTICATED = 64
 """Connections that have not shown a certificate and said where to. A further one closes the oldest of them."""
-MAX_CONNECTIONS, MAX_PER_IDENTITY = 2048, 512
+MAX_CONNECTIONS = 8192
+"""At most, and at most a third of the descriptors that this process may open. All islands connect with each other, so a join file
+may have any number that leaves as many free: of k greedy ones each gets a share of 1 / (k + 1), and one share stays free."""
 _CHECK_S = 0.5
 """How often the gateway looks for revoked identities and late handshakes."""
 _LOG_S, _GENTLE_S = 10.0, 1.0
-_PLANNED = re.compile(r"island-\d")
 
 
 class _Refusal(Exception):
@@ -223,12 +223,14 @@ class Gateway:
             raise _Refusal(f"the run is of atoll {ours}, and this island is of atoll {theirs}", final=True)
         if not isinstance(asked.get("name"), str) or not NAME.fullmatch(asked["name"]):
             raise _Refusal("an island's name consists of letters, digits, dots and dashes", final=True)
-        if identity != MACHINE and _PLANNED.match(asked["name"]):
+        if identity != MACHINE and PLANNED.fullmatch(asked["name"]):
             raise _Refusal(f"{asked['name'][:40]} is a name of the islands that the run starts itself", final=True)
         with self._lock:
             own = sum(one == identity for one in self._connections.values())
-            if len(self._connections) >= self._most or (own >= MAX_PER_IDENTITY and identity != MACHINE):
-                raise _Refusal(f"too many connections: {own} of {identity}, {len(self._connections)} in all")
+            free = self._most - len(self._connections)
+            if free <= 0 or (own >= free and identity != MACHINE):
+                taken = f"{own} of {identity}, {len(self._connections)} of {self._most} in all"
+                raise _Refusal(f"too many connections: {taken}. `ulimit -Hn` on the run's machine may allow more")
             if self._unauthenticated.pop(connection, None) is None or connection.context is not self._context:
                 raise ConnectionError("it was closed")
             self._connections[connection] = identity

@@ -26,7 +26,7 @@ from atoll.engines.elastic.gateway_protocol import (
     wire_version,
 )
 from atoll.engines.elastic.run_identity import IDENTITY, Credentials, JoinFile, RunSecrets, server_name
-from atoll.engines.elastic.spec import NAME, JoinInfo
+from atoll.engines.elastic.spec import NAME, JoinInfo, island_name
 from atoll.engines.network_interfaces import LOOPBACK, is_dialled
 from atoll.engines.socket_transport import receive_record, splice
 
@@ -122,6 +122,8 @@ class GatewayNetwork(DirectNetwork):
     them, and opens streams through the one whose rendezvous it uses, else through the others.
 
     Args:
+        registry, lighthouse: their addresses on the gateway's machine.
+        islands: that the run starts on the gateway's machine.
         standbys: ID@HOST:PORT of each that the join file names.
         refused: called once if the run's gateway refuses this island for good.
     """
@@ -133,10 +135,12 @@ class GatewayNetwork(DirectNetwork):
         *,
         registry: str = "",
         lighthouse: str = "",
+        islands: int = 0,
         standbys: Sequence[str] = (),
         refused: Callable[[Exception], object],
     ) -> None:
         self._client, self._refused, self._is_local = client, refused, bool(registry)
+        self._planned = {island_name(number) for number in range(islands)}
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._to_close: dict[socket.socket, GatewayClient] = {}
         """Listeners, and streams that wait to be used, with the gateways that they lead to."""
@@ -229,7 +233,10 @@ class GatewayNetwork(DirectNetwork):
         return f"island:{self._client.name}" + (f":{port}" if self._is_local else "")
 
     def is_trusted(self, address: str) -> bool:
-        return self._is_local and address.count(":") == 2
+        """Only an island that the run starts is on the gateway's machine, whatever an address says."""
+        kind, _, rest = address.partition(":")
+        name, colon, _ = rest.partition(":")
+        return self._is_local and kind == "island" and bool(colon) and name in self._planned
 
     def refuses(self, address: str) -> bool:
         return self.is_trusted(address) and super().refuses(f"{LOOPBACK}:{address.rpartition(':')[2]}")
@@ -348,7 +355,9 @@ def machine_client(folder: Path, listen: str, name: str) -> GatewayClient:
 def local_network(info: JoinInfo, folder: Path, name: str, refused: Callable[[Exception], object]) -> GatewayNetwork:
     """The network of an island on the machine with the run's folder."""
     client = machine_client(folder, info.spec.listen, name)
-    return GatewayNetwork(client, info.run_id, registry=info.registry, lighthouse=info.lighthouse, refused=refused)
+    islands = info.spec.processes or info.run.effective_cluster.islands
+    services = dict(zip(SERVICES, (info.registry, info.lighthouse), strict=True))
+    return GatewayNetwork(client, info.run_id, **services, islands=islands, refused=refused)
 
 
 def joiner_network(join: JoinFile, name: str, refused: Callable[[Exception], object]) -> GatewayNetwork:

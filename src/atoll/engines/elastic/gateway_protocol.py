@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from atoll.core.errors import ConfigError
 
-PROTOCOL = 2
-"""Of all that the islands of a run send each other. 2: checksums are XXH3; 1: CRC-32."""
+PROTOCOL = 3
+"""Of all that the islands of a run send each other. 3: a status has the id at the lighthouse; 2: checksums are XXH3; 1: CRC-32."""
 HANDSHAKE_S = 10.0
 """The longest that a connection may remain without a certificate."""
 LINE_BYTES = 4096

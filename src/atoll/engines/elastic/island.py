@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from atoll.core.errors import AtollError, ConfigError
+from atoll.core.errors import AtollError, ConfigError, is_disk_full
 from atoll.core.events import Progress, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
@@ -26,14 +26,14 @@ from atoll.engines.elastic.direct_network import QUERY_S, DirectNetwork
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.gateway_protocol import wire_version
 from atoll.engines.elastic.gpu_claims import claim_devices, island_number
-from atoll.engines.elastic.leader_event_log import LeaderLog, RunAlreadyFinished
+from atoll.engines.elastic.leader_event_log import WARNING, LeaderLog, RunAlreadyFinished
 from atoll.engines.elastic.membership import Evicted, Membership
 from atoll.engines.elastic.quorum import new_process, numbered
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import UNREGISTERED_S, Registry
 from atoll.engines.elastic.snapshot_server import SILENT_S, IslandPhase, IslandStatus, Snapshot, SnapshotServer, query_islands
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.elastic.state_version import NO_VERSION
+from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.engines.liveness import log_while_waiting
 from atoll.engines.network_interfaces import LOOPBACK
 from atoll.engines.run_lifecycle import RunResults, RunTask
@@ -54,6 +54,8 @@ _FIRST_PROBES_S, _LONGEST_PROBE_S = 20.0, 30.0
 probes."""
 COMMITTED = "committed round"
 """How the line of a commit begins, in the log of an island."""
+_RESCUE_RETRY_S = 2.0
+"""Between two attempts to save the last state on a full disk."""
 _EVICTED_S, _LONGEST_EVICTED_S = 10.0, 3600.0
 """How long an evicted island stays away, at first and at most."""
 
@@ -392,34 +394,62 @@ class IslandProcess:
             self._registry.refresh()
 
     def _rescue(self) -> None:
-        """Save the newest committed state in a new folder, if this island has it, and no island with the run's folder answers that
-        has it, too. `atoll run --resume` takes the folder."""
-        version, addresses = self._engine.version, {one.name: one.address for one in self._registry.alive().values()}
-        if self._leader_log is not None or self.status.version == NO_VERSION or version.round == 0:
+        """Save the newest committed state, if this joiner has it, and no other island with the run's folder or a copy answers that
+        has it, too: in its own copy, or else in a new folder. `atoll run --resume` takes both. While the disk is full it tries
+        again, since this process may hold the only copy of the state."""
+        version, copy = self._engine.version, self._leader_log
+        if self.status.version == NO_VERSION or version.round == 0 or (copy is not None and (not copy.is_copy or copy.is_finished)):
             return
-        answers = query_islands({**addresses, **self._engine.peer_addresses}, QUERY_S, self._network).values()
-        if any(one.has_folder and one.version >= version for one in answers):
+        folder: RunFolder | None = None
+        while not self._has_other_holder(version):
+            try:
+                if copy is None:
+                    folder = folder or self._new_rescue_folder()
+                    # This machine is not the one that the run listened on, and had one island of the run.
+                    alone = replace(self._spec, listen=f"{LOOPBACK}:0", advertise="", processes=1, devices=self._device_count)
+                    write_spec(folder.path, alone)
+                    leader_log = self._make_leader_log(folder)
+                else:
+                    leader_log = copy
+                self._learn_warm_start(leader_log)
+                leader_log.rescue(self._engine)
+            except (AtollError, OSError) as error:  # a lock's file is closed with what it could not write
+                if not is_disk_full(error):
+                    self._log(f"round {version.round} is lost with this island: {error}")
+                    return
+                self._log(f"{WARNING}round {version.round} is not saved, and {self._name} tries again: {error}")
+                time.sleep(_RESCUE_RETRY_S)
+                continue
+            path, first = leader_log.folder.path, 1
+            if copy is None:
+                first = next((record.version.round for record in self._commit_log), version.round)
+            missing = f" Its event log begins with round {first}: earlier events are in the run's own folder." if first > 1 else ""
+            self._log(
+                f"no island with the run's folder answers, so {self._name} saved round {version.round} in {path}.{missing} "
+                f"Continue there with: atoll run --resume {path}"
+            )
             return
+
+    def _has_other_holder(self, version: StateVersion) -> bool:
+        """Whether another island with the run's folder, or a copy, answers that it has this state."""
+        addresses = {one.name: one.address for one in self._registry.alive().values()} | dict(self._engine.peer_addresses)
+        addresses.pop(self._name, None)
+        answers = query_islands(addresses, QUERY_S, self._network).values()
+        return any(one.has_folder and one.version >= version for one in answers)
+
+    def _new_rescue_folder(self) -> RunFolder:
+        """A new folder, with a number behind its name if an earlier rescue has that name."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        try:
-            path = expanded(
-                self._own.rescue_dir or f"atoll-rescue-{folder_name(self._run.recipe)}-{stamp}-{os.getpid()}"
-            ).absolute()
-            folder = RunFolder.create(path, self._join_info.run, sys.argv)
-            # This machine is not the one that the run listened on, and had one island of the run.
-            write_spec(path, replace(self._spec, listen=f"{LOOPBACK}:0", advertise="", processes=1, devices=self._device_count))
-            leader_log = self._make_leader_log(folder)
-            self._learn_warm_start(leader_log)
-            leader_log.rescue(self._engine)
-        except AtollError as error:
-            self._log(f"round {version.round} is lost with this island: {error}")
-            return
-        first = next((record.version.round for record in self._commit_log), version.round)
-        missing = f" Its event log begins with round {first}: earlier events are in the run's own folder." if first > 1 else ""
-        self._log(
-            f"no island with the run's folder answers, so {self._name} saved round {version.round} in {path}.{missing} Continue "
-            f"there with: atoll run --resume {path}"
-        )
+        default = f"atoll-rescue-{folder_name(self._run.recipe)}-{stamp}-{os.getpid()}"
+        path, number = expanded(self._own.rescue_dir or default).absolute(), 1
+        while True:
+            try:
+                further = path if number == 1 else path.with_name(f"{path.name}-{number}")
+                return RunFolder.create(further, self._join_info.run, sys.argv)
+            except ConfigError as error:
+                if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, BlockingIOError):
+                    raise  # it cannot be written, rather than holds a run
+                number += 1
 
     def _finished_elsewhere(self) -> bool:
         self._registry.refresh()

@@ -181,7 +181,7 @@ def invite_joiner(folder: Path, out: Path | None, revoke: str | None, standby: s
     if revoke is not None:
         RunSecrets.revoke(folder, revoke)
         return f"the join file {revoke} is revoked."
-    join = RunSecrets.invite(folder, info.spec.addresses, standby or "")
+    join = RunSecrets.invite(folder, info.spec.addresses, standby or "", info.run_digest)
     identity = join.credentials.identity
     path = out or Path(f"join-{identity}.json")
     join.write(path)
@@ -454,6 +454,13 @@ def find_run(address: str, name: str, folder: Path | None, joiner: Joiner) -> tu
             joined = joiner_network(joiner.file, name, refused)
             run_id = joiner.file.credentials.run_id
             info, found = fetch_join_info(joined.registries, joiner.timeout_s, run_id, joined.check)
+            if info.run_digest != joiner.file.run:
+                joined.close()
+                raise ConfigError(
+                    f"--join {address}: what is published there is not the Run that the join file was written for. A member of the "
+                    f"run may have overwritten it: resume the run, whose rendezvous then publishes what its folder holds; or write "
+                    f"a new join file with `atoll invite DIR`, if the folder has another run now."
+                )
             joined.use(found)
             return info, joined
         info, found = fetch_join_info(address, joiner.timeout_s, None)

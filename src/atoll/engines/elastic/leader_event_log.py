@@ -150,11 +150,9 @@ class LeaderLog:
 
     def _save(self, engine: ElasticEngine, lease: EventLogLease) -> None:
         """Save a checkpoint. A full disk ends nothing: the last checkpoint stands, and the next may succeed."""
-        number, lines = engine.version.round, self._commit_log.lines(engine.version)
-        metadata = {**self._origin, "engine": engine.metadata(), "steps": engine.steps_taken, "lines": lines}
+        number = engine.version.round
         try:
-            lease.position()  # syncs the log, where recovery from the checkpoint looks for its commit
-            self.checkpoints.save(number, {"shared": engine.shared()}, metadata, before_rename=lease.check)
+            self._write_checkpoint(engine, lease)
         except CheckpointError as error:
             if not lease.is_held:
                 self._log(f"round {number} is not saved: another island has taken the write lease")
@@ -165,6 +163,12 @@ class LeaderLog:
             self.checkpoints.remove(set(self._void_checkpoints) - {number})
             self._void_checkpoints, self._saved_at = [], engine.steps_taken
             lease.emit(ev.Saved(round=number, name=Checkpoints.name(number)))
+
+    def _write_checkpoint(self, engine: ElasticEngine, lease: EventLogLease) -> None:
+        lines = self._commit_log.lines(engine.version)
+        metadata = {**self._origin, "engine": engine.metadata(), "steps": engine.steps_taken, "lines": lines}
+        lease.position()  # syncs the log, where recovery from the checkpoint looks for its commit
+        self.checkpoints.save(engine.version.round, {"shared": engine.shared()}, metadata, before_rename=lease.check)
 
     # --------------------------------------------------------------------------------------------------------- the event log
 
@@ -272,13 +276,15 @@ class LeaderLog:
     # --------------------------------------------------------------------------------------------------------------- the end
 
     def rescue(self, engine: ElasticEngine) -> None:
-        """Write the state that the engine holds, and the commits that this island remembers, into a folder of their own. Raises
+        """Write the state that the engine holds, and the commits that this island remembers, into a new folder or its copy. Raises
         CheckpointError."""
-        lease = self._up_to_date(engine)
-        self._save(engine, lease)
-        self.release()
-        if not self.checkpoints.rounds():
-            raise CheckpointError(f"the state of round {engine.version.round} could not be saved in {self.folder.path}.")
+        self.release()  # the island may have been interrupted within a line of the log
+        try:
+            self._write_checkpoint(engine, self._up_to_date(engine))
+        except LeaseLost as error:
+            raise CheckpointError(str(error)) from error
+        finally:
+            self.release()
 
     @property
     def is_finished(self) -> bool:

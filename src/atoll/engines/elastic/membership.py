@@ -11,8 +11,9 @@ import gc
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait as wait_for_any
+from concurrent.futures import Future, ThreadPoolExecutor, wait as wait_for_any
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -36,6 +37,8 @@ from atoll.engines.socket_transport import SocketGroup, connect_group
 _HEARTBEAT = timedelta(milliseconds=100)
 _CONNECT_LIMIT = timedelta(seconds=10)
 _RETRY_S, _MOVE_POLL_S = 0.2, 0.5
+_QUERIES = 64
+"""Status queries at once, of members with one name."""
 _QUORUM_RETRIES = 1000
 """Of torchft's manager while the lighthouse is away. Without retries it never answers a request that the lighthouse died over."""
 _UNREACHABLE = "255.255.255.255"  # TCP refuses it at once, and no name server is asked
@@ -116,7 +119,7 @@ class Membership:
         status = self._status
         run_id, port = self.network.run_id, self._store_port
         member = Member(status.name, status.address, status.has_folder, time.time(), port, run_id, status.process)
-        self._own_id = member.to_replica_id()
+        self._own_id = self._status.member = member.to_replica_id()
         return coordination.ManagerServer(
             replica_id=self._own_id,
             lighthouse_addr=f"http://{self._lighthouse}",
@@ -144,6 +147,7 @@ class Membership:
         if self._server is not None:
             self._server.shutdown()
         self._server = self._client = None
+        self._status.member = ""
         self.abort()
 
     def abort(self) -> None:
@@ -181,6 +185,7 @@ class Membership:
         reaches the lighthouse may have registered the other ids."""
         named = {one: Member.from_replica_id(one) for one in ids}
         members = {one: member for one, member in named.items() if member is not None and member.run == self.network.run_id}
+        members = self._without_impostors(members)
         if new := {*named} - members.keys() - self._ignored:
             self._log(
                 f"ignores members of the quorum that are no islands of this run: {', '.join(repr(i[:60]) for i in sorted(new)[:5])}"
@@ -189,6 +194,24 @@ class Membership:
         if self._own_id not in members:
             raise ExchangeFailed(f"{self._status.name} is not in the quorum that it asked for")
         return tuple(members.values()), [*members].index(self._own_id)
+
+    def _without_impostors(self, members: dict[str, Member]) -> dict[str, Member]:
+        """Leave out members with the name of another one that do not answer at their address, or answer there with another id. Each
+        island knows its own id, so no member that claims its name can have it leave the run."""
+        counts = Counter(member.name for member in members.values())
+        asked = [one for one, member in members.items() if counts[member.name] > 1 and one != self._own_id]
+        if not asked:
+            return members
+
+        def answer(one: str) -> str | None:
+            status = query_status(members[one].name, members[one].address, QUERY_S, self.network)
+            return None if status is None else status.member
+
+        with ThreadPoolExecutor(min(len(asked), _QUERIES)) as pool:
+            answers = {**dict(zip(asked, pool.map(answer, asked), strict=True)), self._own_id: self._own_id}
+        proven = {member.name for one, member in members.items() if answers.get(one) == one}
+        # One that has just left its quorum answers with an empty id: the other members may have asked it before.
+        return {one: member for one, member in members.items() if member.name not in proven or answers.get(one, one) in (one, "")}
 
     def _request_quorum(self, version: StateVersion, failures: int) -> Any:
         if self._moved.is_set():

@@ -116,7 +116,7 @@ class Member:
         except ValueError:
             return None
         is_possible = NAME.fullmatch(name) and _PROCESS.fullmatch(process) and math.isfinite(member.joined_s)
-        is_reached = is_island_address(address) and 0 <= member.store_port < 1 << 16
+        is_reached = is_island_address(address, name) and 0 <= member.store_port < 1 << 16
         return member if is_possible and is_reached and member.to_replica_id() == text else None
 
 

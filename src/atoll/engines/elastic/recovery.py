@@ -222,7 +222,10 @@ class Recovery:
             CommitLog().from_parts(header["commit_log"])  # what cannot be read is an error before the engine changes
             now_s = metadata["wall_time_s"] + snapshot.age_s
             engine.restore({**metadata, "wall_time_s": now_s}, shared, holder.name, snapshot.nbytes, moments)
-        except (ExchangeFailed, CheckpointError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        except (
+            *(ExchangeFailed, CheckpointError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
+            RecursionError,  # of a header that is nested more deeply than it can be unpacked
+        ) as error:
             if self._unusable.get(holder.name) != holder.version:  # it is tried again several times a second
                 self._unusable[holder.name] = holder.version
                 self._log(f"the state of {holder.name} cannot be used: {one_line(error)}")

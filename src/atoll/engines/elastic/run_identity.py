@@ -31,7 +31,7 @@ from atoll.engines.network_interfaces import is_dialled
 
 MACHINE = "machine"
 """The identity of the machine with the run's folder. Those of join files are random."""
-_JOIN_FORMAT = 2
+_JOIN_FORMAT = 3
 _JOIN_LIMIT_BYTES = 1 << 16
 _RUN_ID = re.compile(r"run-[0-9a-f]{16}")
 IDENTITY = re.compile(r"[0-9a-f]{12}")
@@ -229,9 +229,9 @@ class RunSecrets:
         return found
 
     @staticmethod
-    def invite(folder: Path, addresses: tuple[str, ...], standby: str = "") -> JoinFile:
+    def invite(folder: Path, addresses: tuple[str, ...], standby: str = "", run: str = "") -> JoinFile:
         """A new join file for these addresses of the run, and for those of its standbys. With `standby`, an address, it allows its
-        machine to run a standby rendezvous there."""
+        machine to run a standby rendezvous there. `run` is the digest of the Run that its machine is to train."""
         with _locked(folder):
             stored, identity = RunSecrets._stored(folder), secrets.token_hex(6)
             key, pem = _new_key()
@@ -242,7 +242,7 @@ class RunSecrets:
             replace(stored, invited={**stored.invited, identity: now}, standbys=standbys)._save(folder)
         credentials = replace(stored.credentials, identity=identity, certificate=certificate, key=pem)
         others = (f"{one}@{where}" for one, where in stored.standbys.items() if one not in stored.revoked)
-        return JoinFile(credentials, (*addresses, *others), version("atoll"), standby)
+        return JoinFile(credentials, (*addresses, *others), version("atoll"), standby, run)
 
     @staticmethod
     def revoke(folder: Path, identity: str) -> None:
@@ -342,11 +342,13 @@ class JoinFile:
     addresses: tuple[str, ...]
     atoll: str  # the version that wrote it
     standby: str = ""  # where other machines dial a standby rendezvous of this machine, which the file allows
+    run: str = ""  # the digest of the Run: what the run's rendezvous publishes, every member can overwrite
 
     def write(self, path: Path) -> None:
         """Create this file, which only its owner can read."""
-        record = {"format": _JOIN_FORMAT, "atoll": self.atoll, "fingerprint": self.credentials.fingerprint}
-        text = sealed({**record, "addresses": self.addresses, "standby": self.standby, "credentials": asdict(self.credentials)})
+        record: dict[str, Any] = {"format": _JOIN_FORMAT, "atoll": self.atoll, "fingerprint": self.credentials.fingerprint}
+        record |= {"addresses": self.addresses, "standby": self.standby, "run": self.run}
+        text = sealed({**record, "credentials": asdict(self.credentials)})
         try:
             _create(path, text, 0o600)
         except FileExistsError as error:
@@ -371,13 +373,19 @@ class JoinFile:
             raise ConfigError(f"--join {path} can be read by other users (mode {mode:o}), and it holds a key: chmod 600 {path}.")
         try:
             record = unsealed(text)
-            if (record["format"], record["atoll"]) != (_JOIN_FORMAT, version("atoll")):
+            if record["atoll"] != version("atoll"):
                 raise ConfigError(
                     f"--join {path} is of atoll {record['atoll']}, and this is atoll {version('atoll')}. All islands of a run need "
                     f"the same version: install {record['atoll']} here."
                 )
-            addresses, given, standby = tuple(record["addresses"]), record["credentials"], record["standby"]
-            if not addresses or not all(isinstance(one, str) for one in (*addresses, standby, *given.values())):
+            if record["format"] != _JOIN_FORMAT:
+                raise ConfigError(
+                    f"--join {path} has format {record['format']}, and this atoll reads format {_JOIN_FORMAT}, which has the "
+                    f"digest of the Run. Write a new one with `atoll invite DIR` on the machine that has the run's folder."
+                )
+            addresses, given = tuple(record["addresses"]), record["credentials"]
+            standby, run = record["standby"], record["run"]
+            if not addresses or not all(isinstance(one, str) for one in (*addresses, standby, run, *given.values())):
                 raise ValueError("its addresses and credentials are texts")
             for one in (*(address.rpartition("@")[2] for address in addresses), *filter(None, [standby])):
                 if not is_dialled(one):
@@ -391,4 +399,4 @@ class JoinFile:
                 f"--join {path} is no join file, or damaged ({type(error).__name__}: {error}). Write one with `atoll invite DIR` "
                 f"on the machine that has the run's folder, and copy it."
             ) from error
-        return JoinFile(credentials, addresses, record["atoll"], standby)
+        return JoinFile(credentials, addresses, record["atoll"], standby, run)

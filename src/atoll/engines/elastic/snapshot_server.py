@@ -73,6 +73,7 @@ class IslandStatus:
     heartbeat: int = 0  # counts its registrations
     run: str = ""  # the id of its run
     process: str = ""  # its identity: a restarted island of the same name has another
+    member: str = field(init=False, default_factory=str)  # its id at the lighthouse; empty while it sends no heartbeats
     exchanging: bool = field(init=False, default_factory=bool)  # whether a newer state may be committed at any moment
     has_copy: bool = field(init=False, default_factory=bool)  # whether its folder is a copy of its own, which it alone writes
     standby: str = field(init=False, default_factory=str)  # a rendezvous that it runs: REGISTRY LIGHTHOUSE, or ID@GATEWAY
@@ -99,7 +100,7 @@ class IslandStatus:
             sent = json.loads(text)
             if not isinstance(sent, dict) or {name: type(value) for name, value in sent.items()} != _STATUS_TYPES:
                 return None
-            if sent["address"] and not is_island_address(sent["address"]):
+            if sent["address"] and not is_island_address(sent["address"], sent["name"]):
                 return None
             converted = {"phase": IslandPhase(sent["phase"]), "version": StateVersion.of(sent["version"])}
         except (ValueError, RecursionError):
@@ -350,7 +351,8 @@ def fetch_snapshot(
     try:
         with _request(network, address, "snapshot", limit_s) as connection, connection.makefile("rb") as file:
             return _receive(file, expected, moments_of)
-    except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RecursionError, ConfigError) as error:
+    except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ConfigError) as error:
+        # A RuntimeError is torch's, for a tensor that it cannot make, or Python's, for JSON that is nested too deeply.
         raise ExchangeFailed(f"no snapshot could be fetched from {address}: {error}. Another island may have it.") from error
 
 
@@ -379,6 +381,7 @@ def _receive(file: Any, expected: Mapping[str, Any] | None, moments_of: Sequence
 
 
 _Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def _kind(tensor: Tensor) -> _Kind:
@@ -398,12 +401,18 @@ def _check_kinds(given: Mapping[str, _Kind], shared: Mapping[str, Any], moments_
     fields = {*shared, *(["moments"] if moments_of else [])}
     if others := [name for name in given if name not in expected and name.partition(".")[0] not in fields]:
         raise ValueError(f"no tensor of this run is called {others[0][:80]!r}")
-    own = sum(tensor.nbytes for tensor in expected.values()) + sum(4 * tensor.numel() for tensor in moments_of)
-    total = sum(dtype.itemsize * math.prod(shape) for dtype, shape in given.values())
-    if total > _MOST_GROWTH * own:
-        raise ValueError(f"its tensors have {total} bytes, and this run needs {_MOST_GROWTH * own} at most")
     if len(given) > _MOST_TENSORS * (len(expected) + len(moments_of) + 1):
         raise ValueError(f"it has {len(given)} tensors, and this run {len(expected)}")
+    own = sum(_num_bytes(_kind(tensor)) for tensor in expected.values()) + sum(4 * tensor.numel() for tensor in moments_of)
+    total = sum(map(_num_bytes, given.values()))
+    if total > _MOST_GROWTH * own:
+        raise ValueError(f"its tensors have {total} bytes, and this run needs {_MOST_GROWTH * own} at most")
+
+
+def _num_bytes(kind: _Kind) -> int:
+    """A length of 0 counts as 1, so that this bounds each length."""
+    dtype, shape = kind
+    return dtype.itemsize * math.prod(max(1, length) for length in shape)
 
 
 def _text(kind: _Kind) -> str:
@@ -412,8 +421,8 @@ def _text(kind: _Kind) -> str:
 
 def _dtype(name: Any) -> torch.dtype:
     found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{str(name)[:40]!r} is no dtype")
+    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found in _INTEGERS):
+        raise ValueError(f"{str(name)[:40]!r} is no dtype of a state")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, cast
 from atoll.core.config.json_records import from_json, to_json
 from atoll.core.config.type_checks import OrInfinite, Timeout, hints_of, shown_text
 from atoll.core.errors import ConfigError, one_line
-from atoll.core.verified_files import sealed, unsealed
+from atoll.core.verified_files import json_digest, sealed, unsealed
 from atoll.engines.elastic.gateway_protocol import wire_version
 from atoll.engines.network_interfaces import LOOPBACK, is_dialled, is_loopback
 from atoll.engines.process_spec import LEAST_TIMEOUT_S, ProcessSpec
@@ -25,6 +25,8 @@ JOIN_INFO = "join_info.json"
 """In the run's folder: what its rendezvous publishes to joiners."""
 NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 """Names of islands: they are parts of addresses and of ids."""
+PLANNED = re.compile(r"island-[0-9]{4,}")
+"""Names of the islands that a run starts itself, on the machine with its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,9 @@ class Elastic(ProcessSpec):
             reaches the ports is admitted, and islands connect to each other on any port.
         devices: of each island. They share each of its batches, and its steps equal those of one device.
         join_timeout_s: of a joiner: how long it looks for a run whose name or address appears late; 0: it tries once.
-        rescue_dir: a joiner that ends with the newest state, and reaches no island with the run's folder, saves the state in this
-            new folder; none: atoll-rescue-RECIPE-DATE in its working directory.
+        rescue_dir: a joiner without a copy that ends with the newest state, and reaches no island with the run's folder, saves the
+            state in this new folder, with a number behind its name if it exists; none: atoll-rescue-RECIPE-DATE in its working
+            directory.
     """
 
     name: ClassVar[str] = "elastic"
@@ -168,17 +171,28 @@ def check_server(address: str) -> None:
         raise ConfigError(f"{shown_text(address)} is no address of a registry or a lighthouse: it is HOST:PORT over IPv4.")
 
 
-def is_island_address(address: str) -> bool:
-    """Whether an island may have this address: HOST:PORT; or in a run with a gateway `island:NAME`, and on the gateway's machine
-    with a port behind it.
+def island_name(number: int) -> str:
+    """The name of an island that the run starts: names sort as numbers do."""
+    return f"island-{number:04d}"
 
-    >>> [is_island_address(one) for one in ("192.0.2.7:7000", "island:box-1", "island:box-1:7000", "box-1", "island:box-1:0", "")]
-    [True, True, True, False, False, False]
+
+def is_island_address(address: str, name: str) -> bool:
+    """Whether the island of this name may have this address: HOST:PORT; or, in a run with a gateway, `island:NAME`, and with a port
+    behind it if the run starts that island itself. The gateway leads to NAME what the identity with this name accepts, so an island
+    cannot have an address at which another one answers.
+
+    >>> addresses = "192.0.2.7:7000", "island:box-1", "island:box-2", "island:box-1:7000", "box-1", ""
+    >>> [is_island_address(one, "box-1") for one in addresses]
+    [True, True, False, False, False, False]
+    >>> addresses = "island:island-0001:7000", "island:island-0001", "island:island-0001:0"
+    >>> [is_island_address(one, "island-0001") for one in addresses]
+    [True, False, False]
     """
-    kind, _, rest = address.partition(":")
-    name, colon, port = rest.partition(":")
-    by_name = kind == "island" and NAME.fullmatch(name) and (not colon or is_dialled(f"{LOOPBACK}:{port}"))
-    return bool(by_name) or is_dialled(address)
+    if not address.startswith("island:"):
+        return is_dialled(address)
+    given, colon, port = address.removeprefix("island:").partition(":")
+    is_planned = PLANNED.fullmatch(name) is not None
+    return given == name and bool(colon) == is_planned and (not colon or is_dialled(f"{LOOPBACK}:{port}"))
 
 
 @dataclass(frozen=True)
@@ -197,6 +211,11 @@ class JoinInfo:
         `address` has published."""
         here = (address, self.lighthouse)
         return (here,) if self.first is None or self.first == here else (self.first, here)
+
+    @property
+    def run_digest(self) -> str:
+        """Of the Run as islands train it. A resumed run has the same; its engine's settings may differ."""
+        return json_digest(to_json(self.run))
 
     @property
     def straggler_s(self) -> float:

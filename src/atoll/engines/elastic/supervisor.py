@@ -27,7 +27,7 @@ from atoll.engines.elastic.leader_event_log import PROCESSES_FILE, QUORUM_FILE
 from atoll.engines.elastic.rendezvous import ENDS_KEPT, RegistryClient
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.run_identity import run_id_of
-from atoll.engines.elastic.spec import JOIN_INFO, Elastic, JoinInfo
+from atoll.engines.elastic.spec import JOIN_INFO, Elastic, JoinInfo, island_name
 from atoll.engines.elastic.supervised_process import BACKOFF, Child
 from atoll.engines.liveness import Heartbeat, append_log_line, last_error, last_lines, rotate_log
 from atoll.engines.network_interfaces import LOOPBACK, free_port
@@ -52,11 +52,6 @@ _SPACE_BYTES = 1 << 16
 
 class IslandFailed(AtollError):
     """The supervisor can keep no island of this machine alive, or not the rendezvous."""
-
-
-def island_name(number: int) -> str:
-    """The name of an island that the run starts: names sort as numbers do."""
-    return f"island-{number:04d}"
 
 
 def log_of(folder: Path, name: str) -> Path:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.errors import ConfigError
-from atoll.engines.elastic.spec import Elastic
-from atoll.engines.elastic.supervisor import ProcessHooks, island_name
+from atoll.engines.elastic.spec import Elastic, island_name
+from atoll.engines.elastic.supervisor import ProcessHooks
 from atoll.engines.ray.spec import Ray
 from atoll.engines.run_lifecycle import RunTask
 from atoll.engines.spec import EngineSpec
