@@ -3,10 +3,10 @@
     python benchmarks/joiner_moments.py               eight seeds, one cell after the other: about seven minutes of one idle core
     python benchmarks/joiner_moments.py --seeds 0 1   other seeds
 
-demo-diloco's workload at half its length and a quarter of its batch, on two equal islands. A killed island is away for one round, the simulator
-loses the data of that round, and the island returns with the agreed weights and with inner moments that are empty, or its donor's, or
-its donor's of a run that averages them on the clocks of DES-LOC. In one row no island is killed and one delta is lost: that island keeps
-its moments.
+demo-diloco's workload at half its length and a quarter of its batch, on two equal islands. A killed island is away for one round,
+whose data the simulator loses. It returns with the agreed weights, and with inner moments that are empty, or its donor's, or its
+donor's of a run that averages them on the clocks of DES-LOC. In one row no island is killed and one delta is lost: that island
+keeps its moments.
 """
 
 from __future__ import annotations
