@@ -157,7 +157,6 @@ def _quorums(plan: Plan) -> Group:
         for late in ("carried", "dropped"):
             settings[f"quorum {quorum}, {late}"] = (f"algorithm.quorum={quorum}", f"algorithm.late={late}")
     settings["quorum 2, carried, grace 1.5 s"] = (*settings["quorum 2, carried"], "algorithm.grace_s=1.5")
-    settings["quorum 2, carried, by tokens"] = (*settings["quorum 2, carried"], "algorithm.weighting=tokens")
     settings["quorum 3, carried, twice the rounds"] = (*settings["quorum 3, carried"], f"train.steps={2 * plan.steps}")
     rows = {label: plan.row(label, f"cluster.step_time_s=[{times_s}]", *more) for label, more in settings.items()}
     others = dict.fromkeys([label for label in rows if label != ALL_DELTAS], ALL_DELTAS)
