@@ -39,7 +39,7 @@ def test_the_demos_of_small_exchanges_differ_from_diloco_in_their_method_alone()
     eager, sparse, muloco = (recipes.recipe(f"demo-{name}") for name in ("eager", "sparseloco", "muloco"))
     for run in (eager, sparse):
         assert replace(run, recipe=diloco.recipe, algorithm=diloco.algorithm) == diloco
-    assert eager.algorithm == Eager(inner_steps=20, outer=diloco.algorithm.outer)
+    assert eager.algorithm == Eager(inner_steps=20, outer=Nesterov(lr=0.4, momentum=0.6))
     assert sparse.algorithm == replace(diloco.algorithm, outer=SGD(lr=1.0), codec="topk", feedback=0.95)
     assert replace(muloco, recipe=diloco.recipe, algorithm=diloco.algorithm, optimizer=diloco.optimizer) == diloco
     assert muloco.optimizer == Muon(lr=diloco.optimizer.lr)
