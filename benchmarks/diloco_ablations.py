@@ -116,6 +116,7 @@ STUDY = Study(
     introduction=introduction,
     claims=claims,
     plot=plot_lengths,
+    share="of all deltas'",
 )
 
 

@@ -12,6 +12,7 @@ from cells import Row
 from workload import Workload
 
 DILOCO, DDP = "demo-diloco", "demo-ddp"
+ALL_DELTAS = "all deltas"
 
 
 class MakesRows(Protocol):
@@ -61,7 +62,20 @@ QUICK = Plan(
 
 def groups(plan: Plan) -> list[Group]:
     """All ablations."""
-    parts = (_lengths, _counts, _partitions, _outer_rules, _drops, pools, pruning, _warm_starts, _alone, _sizes, _baselines)
+    parts = (
+        _lengths,
+        _counts,
+        _partitions,
+        _outer_rules,
+        _drops,
+        _quorums,
+        pools,
+        pruning,
+        _warm_starts,
+        _alone,
+        _sizes,
+        _baselines,
+    )
     return [part(plan) for part in parts]
 
 
@@ -133,6 +147,28 @@ def _drops(plan: Plan) -> Group:
         "next delta is relative to the global weights, which it receives first, or (agreed) to the weights of its last exchange. "
         "Tokens are those whose updates were delivered.",
         rows=rows,
+    )
+
+
+def _quorums(plan: Plan) -> Group:
+    times_s = ",".join(f"{0.1 * time:g}" for time in (1, 1.5, 2, 4))
+    settings: dict[str, tuple[str, ...]] = {ALL_DELTAS: ()}
+    for quorum in (3, 2):
+        for late in ("carried", "dropped"):
+            settings[f"quorum {quorum}, {late}"] = (f"algorithm.quorum={quorum}", f"algorithm.late={late}")
+    settings["quorum 2, carried, grace 1.5 s"] = (*settings["quorum 2, carried"], "algorithm.grace_s=1.5")
+    settings["quorum 3, carried, twice the rounds"] = (*settings["quorum 3, carried"], f"train.steps={2 * plan.steps}")
+    rows = {label: plan.row(label, f"cluster.step_time_s=[{times_s}]", *more) for label, more in settings.items()}
+    others = dict.fromkeys([label for label in rows if label != ALL_DELTAS], ALL_DELTAS)
+    return Group(
+        name="quorum",
+        title="A quorum on unequal islands",
+        note=f"Four islands that need 0.1, 0.15, 0.2 and 0.4 s for a step. A round of {plan.inner_steps} steps ends when as many "
+        f"deltas as the quorum are in, and the grace is over. A late delta is carried into the round that is open then, or "
+        f"dropped. Late islands take part in fewer rounds, so at equal rounds the rows with a quorum train on fewer tokens.",
+        rows=rows,
+        against=others,
+        timed=others,
     )
 
 

@@ -174,21 +174,39 @@ def test_a_single_round_of_outer_sgd_of_one_is_a_model_soup():
     assert close(soup.params, sum(lone[1:], lone[0]) / 4)
 
 
-def test_a_disjoint_merge_is_the_mean_of_the_deltas_with_the_elected_sign():
-    """By hand, weight by weight: the sign of the sum, and the mean of the deltas that have it."""
+class WeightedBatches(RegressionBatches):
+    """Shards that claim to have 1, 3 and 7 examples."""
+
+    def examples(self, shard):
+        return (1, 3, 7)[shard]
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 3, 7)])
+def test_a_disjoint_merge_is_the_mean_of_the_deltas_with_the_elected_sign(weights):
+    """By hand, weight by weight: the sign of the weighted sum, and the weighted mean of the deltas that have it."""
     start, deltas = Tree.of(Regression().module()).flat, []
     for island in range(3):
         replica = LocalReplica(Regression(), optimizer=SGD(lr=0.3))
         replica.train(2, Work(shard=island, start=0, schedule=0, examples=1))
-        deltas.append(start - replica.params().flat)
+        deltas.append((start - replica.params().flat).tolist())
     expected = []
-    for values in zip(*(delta.tolist() for delta in deltas), strict=True):
-        kept = [value for value in values if value * sum(values) > 0]
-        expected.append(sum(kept) / len(kept) if kept else 0.0)
-    assert any(min(values) < 0 < max(values) for values in zip(*(delta.tolist() for delta in deltas), strict=True))
-    algorithm = DiLoCo(inner_steps=2, outer=SGD(lr=1.0), merge="disjoint")
-    merged = simulate(algorithm, steps=2, inner=SGD(lr=0.3), cluster=Cluster(islands=3))
+    for values in zip(*deltas, strict=True):
+        total = sum(weight * value for weight, value in zip(weights, values, strict=True))
+        kept = [(weight, value) for weight, value in zip(weights, values, strict=True) if value * total > 0]
+        expected.append(sum(weight * value for weight, value in kept) / sum(weight for weight, _ in kept))
+    assert any(min(values) < 0 < max(values) for values in zip(*deltas, strict=True))
+    weighting = "uniform" if len(set(weights)) == 1 else "examples"
+    algorithm = DiLoCo(inner_steps=2, outer=SGD(lr=1.0), merge="disjoint", weighting=weighting)
+    merged = simulate(
+        algorithm, steps=2, inner=SGD(lr=0.3), cluster=Cluster(islands=3), workload=Regression(batches=WeightedBatches())
+    )
     assert torch.allclose(start - merged.params.flat, torch.tensor(expected), atol=1e-6)
+
+
+def test_a_disjoint_merge_sends_three_times_the_bytes():
+    """Two rounds in a ring of four: each island sends 2 * 3/4 of 6 fp32 weights, once or as deltas, agreeing deltas and votes."""
+    mean, disjoint = (simulate(DiLoCo(inner_steps=2, merge=each), steps=4) for each in ("mean", "disjoint"))
+    assert (mean.finished.sent_bytes_per_island, disjoint.finished.sent_bytes_per_island) == (72, 216)
 
 
 def test_averaged_moments_are_the_mean_of_the_islands_moments_and_bytes_are_tripled():

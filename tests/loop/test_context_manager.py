@@ -21,12 +21,21 @@ from atoll.optim.sgd import SGD
 from atoll.replica.forward_backward import split_batch
 from atoll.runs.cluster import Cluster
 from atoll.telemetry.summary import read_summary
-from atoll.testing.simulated_runs import Regression, simulate
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 
-WORKLOAD = Regression(hidden=3)
+
+class UnequalBatches(RegressionBatches):
+    """Batches of one size with unequal numbers of tokens."""
+
+    def tokens(self, batch):
+        return 1 + int((batch[1] > 0.5).sum())
+
+
+WORKLOAD = Regression(hidden=3, batches=UnequalBatches())
 USER_STEPS = [
     DiLoCo(inner_steps=3),
     DiLoCo(inner_steps=2, weighting="examples"),
+    DiLoCo(inner_steps=3, weighting="tokens", codec="int8"),
     DiLoCo(inner_steps=1, outer=SGD(lr=1.0)),
     DiLoCo(inner_steps=2, codec="bf16-stochastic"),
     DiLoCo(inner_steps=2, codec="topk", feedback=0.95, outer=SGD(lr=1.0)),
@@ -52,10 +61,13 @@ def rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def train(model, optimizer, steps, batches=WORKLOAD.batches):
+def train(islands, model, optimizer, steps, batches=WORKLOAD.batches):
     """A user's loop, on the batches that a run would assign."""
     for step in range(steps):
-        WORKLOAD.loss(model, batches.batch(rank(), step)).backward()
+        batch = batches.batch(rank(), step)
+        loss = WORKLOAD.loss(model, batch)
+        loss.backward()
+        islands.log(loss.item(), WORKLOAD.batches.tokens(batch))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -67,7 +79,7 @@ def trained(group, algorithms):
         model = WORKLOAD.module()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with atoll.islands(model, optimizer, algorithm, examples=WORKLOAD.batches.examples(0)) as islands:
-            train(model, optimizer, ROUNDS * algorithm.inner_steps)
+            train(islands, model, optimizer, ROUNDS * algorithm.inner_steps)
         assert islands.rounds == ROUNDS
         found.append((Tree.of(model), islands.sent_bytes))
     return found
@@ -80,7 +92,7 @@ def overlapped(group, algorithms):
         model = WORKLOAD.module()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with atoll.islands(model, optimizer, algorithm) as islands:
-            train(model, optimizer, ROUNDS * algorithm.inner_steps)
+            train(islands, model, optimizer, ROUNDS * algorithm.inner_steps)
             agreed = Tree.of(islands.weights())
         found.append((agreed, Tree.of(model)))
     return found

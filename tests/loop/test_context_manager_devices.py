@@ -1,6 +1,7 @@
 """An island of two devices trains like an island of one with twice the batch, and each device sends half of the bytes."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +46,11 @@ def batch_of(island, step, device):
     return inputs, targets
 
 
+def tokens_of(island, step, device):
+    """Only the sum over an island's devices weighs it as the test expects."""
+    return 1 + 5 * step * (island + 2 * device)
+
+
 def train_on_devices(group, how, saved=None, start=0, stop=STEPS, algorithm=ALGORITHM):
     """Two islands of two devices: their weights, the bytes that each process sent, and its state after the last step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "device"))
@@ -57,7 +63,9 @@ def train_on_devices(group, how, saved=None, start=0, stop=STEPS, algorithm=ALGO
         islands.load_state_dict(mine["islands"])
     with islands:
         for step in range(start, stop):
-            WORKLOAD.loss(model, batch_of(islands.rank, step, mesh.get_local_rank("device"))).backward()
+            device = mesh.get_local_rank("device")
+            WORKLOAD.loss(model, batch_of(islands.rank, step, device)).backward()
+            islands.log(0.0, tokens_of(islands.rank, step, device))
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
@@ -66,22 +74,24 @@ def train_on_devices(group, how, saved=None, start=0, stop=STEPS, algorithm=ALGO
     return whole(model), islands.sent_bytes, state
 
 
-def train_on_one(group):
+def train_on_one(group, algorithm):
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with atoll.islands(model, optimizer, ALGORITHM, limit_s=30.0) as islands:
+    with atoll.islands(model, optimizer, algorithm, limit_s=30.0) as islands:
         for step in range(STEPS):
             batches = [batch_of(islands.rank, step, device) for device in range(2)]
             WORKLOAD.loss(model, [torch.cat(parts) for parts in zip(*batches, strict=True)]).backward()
+            islands.log(0.0, sum(tokens_of(islands.rank, step, device) for device in range(2)))
             optimizer.step()
             optimizer.zero_grad()
     return whole(model), islands.sent_bytes
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_two_devices_train_like_one_with_twice_the_batch_and_each_sends_half(two, four, how):
-    (expected, sent_bytes), _ = two.run(train_on_one)
-    found = four.run(train_on_devices, how)
+@pytest.mark.parametrize(("how", "weighting"), [("ddp", "uniform"), ("fsdp", "uniform"), ("ddp", "tokens")])
+def test_two_devices_train_like_one_with_twice_the_batch_and_each_sends_half(two, four, how, weighting):
+    algorithm = replace(ALGORITHM, weighting=weighting)
+    (expected, sent_bytes), _ = two.run(train_on_one, algorithm)
+    found = four.run(train_on_devices, how, None, 0, STEPS, algorithm)
     for weights, _, _ in found:
         for one, other in zip(weights, expected, strict=True):
             torch.testing.assert_close(one, other)

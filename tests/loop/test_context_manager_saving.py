@@ -64,6 +64,7 @@ def trained(group, algorithm, start, stop, saved=None, where="before"):
     for islands in entered(model, optimizer, algorithm, saved and saved[dist.get_rank()], where):
         for step in range(start, stop):
             backward(model, step)
+            islands.log(0.0, tokens=1 + step * islands.rank)
             optimizer.step()
             optimizer.zero_grad()
         assert islands.steps == stop
@@ -98,9 +99,12 @@ def stepped(group, algorithm, batches, saved=None):
     return Tree.of(model), state, dropped
 
 
-@pytest.mark.parametrize(("stop", "where"), [(7, "before"), (7, "inside"), (6, "before")])
-def test_a_round_that_was_saved_in_its_middle_resumes_to_the_bit(two, stop, where):
-    algorithm = DiLoCo(inner_steps=3)
+@pytest.mark.parametrize(
+    ("stop", "where", "weighting"),
+    [(7, "before", "uniform"), (7, "inside", "uniform"), (7, "before", "tokens"), (6, "before", "tokens")],
+)
+def test_a_round_that_was_saved_in_its_middle_resumes_to_the_bit(two, stop, where, weighting):
+    algorithm = DiLoCo(inner_steps=3, weighting=weighting)
     straight = two.run(trained, algorithm, 0, 11)
     parts = [state for _, state in two.run(trained, algorithm, 0, stop)]
     assert [part["islands"]["steps_in_round"] for part in parts] == [stop % 3, stop % 3]

@@ -22,27 +22,36 @@ from atoll.engines.user_code import LoopMember
 from atoll.optim.sgd import SGD
 from atoll.runs.cluster import Cluster
 from atoll.telemetry.event_log import read_events
-from atoll.testing.simulated_runs import Regression, simulate
+from atoll.testing.simulated_runs import Regression, RegressionBatches, simulate
 from tests.engines.elastic.conftest import _fast_heartbeats, _frozen_garbage, threaded, toy  # noqa: F401, fixtures
 
 WORKLOAD = Regression(hidden=3)
 SETTINGS = ("train.warm_start_steps=0", "algorithm=DiLoCo(inner_steps=2)")
 
 
-def loop(member, *, logs=True, breaks_after=None, on_batch=lambda islands: None, steps_of_a_batch=lambda position: 1):
+def loop(
+    member,
+    *,
+    logs=True,
+    tokens_of=WORKLOAD.batches.tokens,
+    breaks_after=None,
+    on_batch=lambda islands: None,
+    steps_of_a_batch=lambda position: 1,
+):
     """A user's loop. Returns the module."""
     model = WORKLOAD.module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with atoll.run_islands(member, model, optimizer, evaluate=WORKLOAD.evaluate) as islands:
         for shard, position in islands.batches():
             on_batch(islands)
-            loss = WORKLOAD.loss(model, WORKLOAD.batches.batch(shard, position))
+            batch = WORKLOAD.batches.batch(shard, position)
+            loss = WORKLOAD.loss(model, batch)
             loss.backward()
             for _ in range(steps_of_a_batch(position)):
                 optimizer.step()
                 optimizer.zero_grad()
             if logs:
-                islands.log(loss.item(), 8)
+                islands.log(loss.item(), tokens_of(batch))
             if islands.steps == breaks_after:
                 break
     return model, islands
@@ -107,6 +116,31 @@ def test_a_loop_without_losses_or_tokens_trains_the_same(threaded, toy):  # noqa
     expected = simulate(atoll.DiLoCo(inner_steps=2), steps=8, workload=WORKLOAD, inner=SGD(lr=0.05), cluster=Cluster(islands=1))
     assert Tree.of(model).equal(expected.params)
     assert all(math.isnan(event.loss) for event in loops.live.events(Computed))
+
+
+class UnequalBatches(RegressionBatches):
+    """Batches of one size with unequal numbers of tokens."""
+
+    def tokens(self, batch):
+        return 1 + int((batch[1] > 0.5).sum())
+
+
+def test_the_tokens_that_loops_log_weigh_their_deltas(threaded, toy):  # noqa: F811
+    loops = Loops(threaded(toy(2, *SETTINGS, "algorithm.weighting=tokens"), Elastic(processes=2)))
+    loops.start("island-0000", "island-0001", tokens_of=UnequalBatches().tokens)
+    ended = loops.finish()
+    algorithm, workload = atoll.DiLoCo(inner_steps=2, weighting="tokens"), replace(WORKLOAD, batches=UnequalBatches())
+    expected = simulate(algorithm, steps=8, workload=workload, inner=SGD(lr=0.05), cluster=Cluster(islands=2))
+    for model, _ in ended.values():
+        assert Tree.of(model).equal(expected.params)
+
+
+def test_weights_by_tokens_of_a_loop_that_logs_none_are_refused(threaded, toy):  # noqa: F811
+    loops = Loops(threaded(toy(1, *SETTINGS, "algorithm.weighting=tokens"), Elastic(processes=1)))
+    loops.start("island-0000", logs=False)
+    (error,) = loops.finish().values()
+    assert isinstance(error, ConfigError)
+    assert "logged 0 tokens for the 2 batches of shard 0 from 0 on. Call islands.log(loss, tokens=...)" in str(error)
 
 
 def test_a_loop_that_joins_a_running_run_begins_with_its_weights(threaded, toy):  # noqa: F811

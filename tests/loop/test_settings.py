@@ -107,6 +107,23 @@ def test_step_and_rank_are_refused_outside_of_the_block():
         islands.step()
 
 
+def logs_tokens(tokens):
+    """Takes the two steps of a round, and logs so many tokens for each."""
+    model, sgd = linear()
+    with atoll.islands(model, sgd, DiLoCo(inner_steps=2, weighting="tokens")) as islands:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            islands.log(0.0, tokens)
+            sgd.step()
+
+
+@pytest.mark.parametrize("tokens", [0, -8])
+def test_weights_by_tokens_need_the_tokens_that_a_round_has_read(tokens):
+    logs_tokens(1)
+    with pytest.raises(ConfigError, match=rf"logged {2 * tokens} tokens for the 2 steps.*before each optimizer.step\(\)"):
+        logs_tokens(tokens)
+
+
 def test_weights_are_refused_with_a_sharded_state():
     with (
         atoll.islands(linear()[0], None, ACCO(optimizer=AdamW())) as islands,

@@ -3,9 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from atoll.core.errors import ExchangeFailed
+from atoll.core.protocols import Work
+from atoll.loop.replica import LoopReplica
 from atoll.loop.uneven_inputs import CONTINUES, EXHAUSTED, LEFT, UnevenCollectives
+from atoll.replica.flat_parameters import ModuleWeights
 
 
 class ScriptedCollectives(UnevenCollectives):
@@ -57,3 +61,17 @@ def test_islands_keep_their_initial_numbers_after_others_left():
     assert islands.listed([1, 2]) == "island 1, island 2"
     islands.all_gather_numbers(1.0)
     assert islands.listed([1, 2]) == "island 2, island 3"
+
+
+@pytest.mark.parametrize(("weigh", "tokens", "share"), [("batches", 0, 0.5), ("tokens", 8, 1.0)])
+def test_a_half_round_has_half_of_the_weight_and_its_tokens_have_it_already(weigh, tokens, share):
+    weights = ModuleWeights(nn.Linear(2, 1))
+    replica = LoopReplica(weights, weights, "user", 2, weigh)
+    training = replica.train(2, Work(shard=0, start=0, schedule=0, examples=1))
+    training.send(None)
+    replica.logged_tokens = 8
+    training.send(None)  # the user has taken the first of two steps
+    replica.exhausted = True
+    with pytest.raises(StopIteration) as ended:
+        training.send(None)
+    assert (ended.value.value, replica.take_share()) == (tokens, share)

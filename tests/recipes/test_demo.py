@@ -4,7 +4,10 @@ from dataclasses import fields, replace
 
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
+from atoll.algorithms.eager_updates import Eager
 from atoll.algorithms.streaming import Streaming
+from atoll.optim.sgd import SGD, Nesterov
+from atoll.optim.torch_optimizers import Muon
 from atoll.runs.cluster import step_times
 
 
@@ -29,3 +32,15 @@ def test_the_demo_of_streaming_differs_from_diloco_in_fragments_overlap_and_mixi
     assert {name: getattr(two.algorithm, name) for name in alike} == {name: getattr(one.algorithm, name) for name in alike}
     assert two.algorithm.split == Streaming(inner_steps=20).split
     assert (two.algorithm.fragments, two.algorithm.overlap) != (1, 0)
+
+
+def test_the_demos_of_small_exchanges_differ_from_diloco_in_their_method_alone():
+    diloco = recipes.recipe("demo-diloco")
+    eager, sparse, muloco = (recipes.recipe(f"demo-{name}") for name in ("eager", "sparseloco", "muloco"))
+    for run in (eager, sparse):
+        assert replace(run, recipe=diloco.recipe, algorithm=diloco.algorithm) == diloco
+    assert eager.algorithm == Eager(inner_steps=20, outer=Nesterov(lr=0.4, momentum=0.6))
+    assert sparse.algorithm == replace(diloco.algorithm, outer=SGD(lr=1.0), codec="topk", feedback=0.95)
+    assert replace(muloco, recipe=diloco.recipe, algorithm=diloco.algorithm, optimizer=diloco.optimizer) == diloco
+    assert muloco.optimizer == Muon(lr=diloco.optimizer.lr)
+    assert muloco.algorithm == replace(diloco.algorithm, outer=Nesterov(lr=0.7, momentum=0.6))

@@ -49,6 +49,11 @@ class ExchangeRecord:
     start_s: float | None = None  # when this rank's exchanges before it were over; None: when it arrived
 
     @property
+    def lacks_weight(self) -> bool:
+        """Whether it is a mean to which no rank contributed."""
+        return self.what == "mean" and self.unusable and not self.nonfinite
+
+    @property
     def makes_update(self) -> bool:
         """Whether this kind of exchange sums what an update is made of."""
         return self.what in _UPDATES

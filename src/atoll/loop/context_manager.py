@@ -262,9 +262,10 @@ class Islands:
                 self._holds_agreed = False
 
     def log(self, loss: float, tokens: int = 0) -> None:
-        """Record the loss of a step, and the tokens of its batches, in the events of `out` and `sinks`. Call it before the step,
-        which may end the round. `step(tokens=...)` counts tokens, too."""
-        self._entered().recorder.log(loss, tokens)
+        """Record the loss of a step, and the tokens of its batches, in the events of `out` and `sinks`; DiLoCo(weighting="tokens")
+        weighs the island's delta by these tokens. Call it before the step, which may end the round. `step(tokens=...)` counts
+        tokens, too."""
+        self._entered().log(loss, tokens)
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Record measures of the agreed weights, with at least `loss`, in the events. Those of other islands than the first are

@@ -47,12 +47,18 @@ class WeightSlice:
 
 class LoopReplica:
     """The user's module. A protocols.Replica. `weights` is the part of the module's weights that this process exchanges. A round
-    has `steps_per_round` steps."""
+    has `steps_per_round` steps. Where deltas are weighed by `tokens`, those of all devices of an island count."""
 
     def __init__(
-        self, module: ModuleWeights, weights: ModuleWeights | WeightSlice, stepped_by: SteppedBy, steps_per_round: int
+        self,
+        module: ModuleWeights,
+        weights: ModuleWeights | WeightSlice,
+        stepped_by: SteppedBy,
+        steps_per_round: int,
+        weigh: Weigh = "batches",
+        intra_island: GroupCollectives | None = None,
     ) -> None:
-        self._module, self._weights, self.stepped_by = module, weights, stepped_by
+        self._module, self._weights, self.stepped_by, self._intra_island = module, weights, stepped_by, intra_island
         self.exhausted = False
         """Whether the user's loop has ended."""
         self.steps_done = 0
@@ -66,7 +72,9 @@ class LoopReplica:
         self._resumed_steps = 0
         """Steps of a resumed round that the user took before the checkpoint."""
         self._skip_load = False
-        self._weigh: Weigh = "batches"
+        self.logged_tokens = 0
+        """Tokens that the user has logged since this round began."""
+        self._weigh: Weigh = weigh
         self._tokens: int | None = None
         """Tokens of the micro-batch whose gradients the module holds."""
         self.loaded: Tree | None = None
@@ -109,7 +117,20 @@ class LoopReplica:
                 await UserStep()
             self._taken.append(not self.exhausted)
             self.steps_done += not self.exhausted
-        return 0  # what the user's loader read is not known
+        return 0 if self._weigh == "batches" else await self._count_tokens()
+
+    async def _count_tokens(self) -> int:
+        """The tokens that the user has logged in this round, on all devices of the island."""
+        tokens, intra_island = self.logged_tokens, self._intra_island
+        if intra_island is not None:
+            rows = await Request(lambda: intra_island.all_gather_numbers(tokens))
+            tokens = int(sum(row[0] for row in rows))
+        if self.steps_done and tokens < 1:
+            raise ConfigError(
+                f'weighting="tokens", and this island has logged {tokens} tokens for the {self.steps_done} steps of this round. '
+                f"Call islands.log(loss, tokens=...) before each optimizer.step()."
+            )
+        return tokens
 
     async def gradient(
         self, work: Work, *, at: Tree | None = None, onto: Gradient | None = None, weigh: Weigh = "batches", wide: bool = False
@@ -143,7 +164,7 @@ class LoopReplica:
 
     def begin_round(self, agreed: Tree | None = None) -> None:
         self.agreed = agreed
-        self.steps_done = self._steps_requested = self._loads = 0
+        self.steps_done = self._steps_requested = self._loads = self.logged_tokens = 0
         self.uses_weights = False
 
     def resume_round(self, steps_done: int) -> None:
@@ -155,6 +176,8 @@ class LoopReplica:
         fragments are exchanged at different times; a gradient is that of the steps since the last exchange. With tokens the weight
         contains the share."""
         if self.stepped_by == "user":
+            if self._weigh == "tokens":
+                return 1.0
             return sum(self._taken) / len(self._taken) if self._taken else 1.0
         share = self.steps_done / self._steps_requested if self._steps_requested and self._weigh == "batches" else 1.0
         self.begin_round()

@@ -39,7 +39,7 @@ from atoll.replica.flat_parameters import ModuleWeights
 from atoll.replica.master_weights import check_exchange_dtype
 
 _KIND = "atoll.islands"
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class LoopCheckpoint:
     rounds: int
     steps: int  # of the user, in all rounds
     steps_in_round: int  # since the last completed round
+    tokens_in_round: int  # that the user has logged for these steps
     position: GridPosition
     module_digest: str  # of the weights in the middle of a round; empty where the State has the weights
     packed: Packed  # the algorithm's State after the last completed round
@@ -67,7 +68,7 @@ class LoopCheckpoint:
                 f"this is no islands.state_dict() of this version: it has the keys {sorted(map(str, given))[:8]}. Load what "
                 f"islands.state_dict() returned, or start without it."
             )
-        numbers = {name: int(given[name]) for name in ("rounds", "steps", "steps_in_round")}
+        numbers = {name: int(given[name]) for name in ("rounds", "steps", "steps_in_round", "tokens_in_round")}
         position, packed = GridPosition(*given["position"]), Packed(given["structure"], dict(given["tensors"]))
         own, digest = given.get("own"), str(given["module_digest"])
         return LoopCheckpoint(**numbers, position=position, module_digest=digest, packed=packed, own=own)
@@ -127,7 +128,10 @@ class LoopContext:
         self._weights: ModuleWeights | WeightSlice = self._module
         if intra_island is not None and not self._module.sharded:
             self._weights = WeightSlice(self._module, intra_island, self._thread)
-        self._replica = LoopReplica(self._module, self._weights, settings.stepped_by, settings.algorithm.steps_per_round)
+        per_round = settings.algorithm.steps_per_round
+        self._replica = LoopReplica(
+            self._module, self._weights, settings.stepped_by, per_round, settings.weigh, self.topology.intra_island
+        )
         self._timeout = ExchangeTimeout(settings.limit_s)
         self._collectives = self.topology.inter_island
         self._guard = NonFiniteGuard(self.topology.position.island, settings.user_optimizer, intra_island)
@@ -214,7 +218,13 @@ class LoopContext:
         self._close_round()
         self.state, self.rounds = state, checkpoint.rounds if checkpoint else 0
         self._begin_round()
+        self._replica.logged_tokens = checkpoint.tokens_in_round if checkpoint else 0
         self._advance()
+
+    def log(self, loss: float | None, tokens: int) -> None:
+        """The user logs the loss of a step, and the tokens of its batches."""
+        self.recorder.log(loss, tokens)
+        self._replica.logged_tokens += int(tokens)
 
     def user_stepped(self) -> None:
         """The user's optimizer has taken a step."""
@@ -339,6 +349,7 @@ class LoopContext:
             "packed": pack(self.state),
             "own": own,
         }
+        given["tokens_in_round"] = self._replica.logged_tokens
         return LoopCheckpoint(rounds=self.rounds, steps=steps, steps_in_round=in_round, **given)
 
     def complete(self) -> None:

@@ -162,6 +162,11 @@ class RunIslands:
                 self._check_stepped(f"batch {position} of shard {work.shard}", gradients)
             if self.steps == before:
                 raise ConfigError(f"the loop read {steps} batches and took no step of {type(self._optimizer).__name__}.")
+            if self._tokens < 1 and getattr(self._member.run.algorithm, "weighting", "uniform") == "tokens":
+                raise ConfigError(
+                    f"algorithm.weighting=tokens, and the loop has logged {self._tokens} tokens for the {steps} batches of shard "
+                    f"{work.shard} from {work.start} on. Call islands.log(loss, tokens=...) for each batch."
+                )
             self._engine.put(ComputeResult(self._losses or [math.nan], self._tokens))
         self._over = True
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atoll.core.config.type_checks import Timeout, WideInt, check_type, check_types
 from atoll.core.errors import ConfigError
-from atoll.core.protocols import Algorithm, AsyncAlgorithm, HoldsWeights, Sink
+from atoll.core.protocols import Algorithm, AsyncAlgorithm, HoldsWeights, Sink, Weigh
 from atoll.engines.processes.intra_island import check_sliceable
 from atoll.loop.replica import SteppedBy
 from atoll.loop.rule_optimizer import unwrap_optimizer
@@ -55,11 +55,6 @@ class LoopSettings:
         if getattr(self.algorithm, "weighting", "uniform") == "examples" and self.examples is None:
             raise ConfigError(
                 'weighting="examples" needs the number of examples of this island: give islands(..., examples=len(dataset)).'
-            )
-        if getattr(self.algorithm, "weighting", "uniform") == "tokens":
-            raise ConfigError(
-                'weighting="tokens" in a loop of your own: atoll does not see what your loader reads. Use weighting="examples" and '
-                "islands(..., examples=...), or uniform."
             )
         if getattr(self.algorithm, "quorum", None) is not None:
             raise ConfigError(
@@ -133,6 +128,11 @@ class LoopSettings:
     def stepped_by(self) -> SteppedBy:
         """Algorithms that step by themselves have a field for their rule."""
         return "algorithm" if hasattr(self.algorithm, "optimizer") else "user"
+
+    @property
+    def weigh(self) -> Weigh:
+        """Whether an island's delta is weighed by its steps, or by the tokens that the user logs for them."""
+        return "tokens" if getattr(self.algorithm, "weighting", "uniform") == "tokens" else "batches"
 
     @property
     def how_to_step(self) -> str:

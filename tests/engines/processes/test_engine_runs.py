@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.ddp import DDP
+from atoll.algorithms.delayed_update import DPU
 from atoll.algorithms.diloco import DiLoCo
+from atoll.algorithms.weight_prediction import WP
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import ConfigError
 from atoll.core.events import Compared, Computed, Evaluated, Exchanged, LimitSet, RoundFinished
@@ -237,8 +239,11 @@ def run_free(group, algorithm, workload, steps):
     return params, finished, sink.events, engine.round, engine.steps_taken, own["pending_tokens"]
 
 
-def test_free_batches_end_at_the_same_commit_on_all_ranks_and_every_piece_counts_once(four):
-    algorithm = ACCO(optimizer=RULE, batch="free")
+FREE = [kind(optimizer=RULE, batch="free", warmup=warmup) for kind, warmup in ((ACCO, 0), (DPU, 1), (WP, 1))]
+
+
+@pytest.mark.parametrize("algorithm", FREE, ids=named)
+def test_free_batches_end_at_the_same_commit_on_all_ranks_and_every_piece_counts_once(four, algorithm):
     results = four.run(run_free, algorithm, Regression(hidden=3, batches=RegressionBatches(num_shards=3)), 6, size=3)
     params, finished, events, rounds, steps, _ = results[0]
     assert all(other[0].equal(params) for other in results)

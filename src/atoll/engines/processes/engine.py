@@ -241,7 +241,11 @@ class ProcessEngine:
         after = owned(self._thread.run(self.algorithm.round(donated(before, shared=True), self._role.replica, self.peers)))
         record = self._record
         read = self._role.committed_tokens(sum(span.tokens for span in record.computed))
-        record.tokens = self._counter.count(last_update(record.exchanges), read, pending_tokens(after))
+        update, pending = last_update(record.exchanges), pending_tokens(after)
+        if update is not None and update.lacks_weight and any(trees(fields_owned(after, Owner.OWN))):
+            # No island sent anything, and each keeps what it has trained: its tokens belong to a later update.
+            update, pending = None, self._counter.pending_tokens + read
+        record.tokens = self._counter.count(update, read, pending)
         self.peers.end_round(before, after, f"rank {self.context.rank} leaves round {self.round}")
         self._state = after
         if not after.params.is_finite():

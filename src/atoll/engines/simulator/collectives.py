@@ -166,7 +166,7 @@ class SimCollectives:
                 if not (result.finite and result.weight > 0):
                     nonfinite = [self.members[c.rank] for c in heard if not c.tree.is_finite()]
                     self.skipped = UpdateSkipped(round=self.round, islands=nonfinite, virtual_time_s=end_s, inside=self.inside)
-                if what == "mean" and option and self.inside is None:
+                if what == "mean" and option and weight and self.inside is None:
                     found = products([c.tree for c in heard])
                     self.work.sink.emit(self.work.accounting.compared(found, result.value.norm()))
             # Contributions are donated, except for a State that the round may have to be repeated from: its buffers are `kept`.
@@ -227,6 +227,8 @@ class SimCollectives:
         if not heard:  # every island sent, and no message arrived
             return CollectiveCost(max(link.latency_s for link in self._links), [])
         links, item_bytes = [self._links[c.rank] for c in heard], heard[0].tree.flat.element_size()
+        if what == "mean" and not any(c.weight for c in heard):  # the islands exchange their weights first, and then no tree
+            what = "total"
         if what == "mean":
             codec = heard[0].encoding.codec if heard[0].encoding is not None else None
             whole = all_reduce_cost(math.ceil(heard[0].tree.numel / buckets), item_bytes, links, self._topology, codec)
