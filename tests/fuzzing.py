@@ -20,7 +20,7 @@ FUZZERS = {
     "commands on damaged files of a finished run": Fuzzer(500, 3_000),
     "resumes of a damaged interrupted run": Fuzzer(80, 500),
     "replays of a damaged asynchronous run": Fuzzer(200, 1_000),
-    "resumes of damaged stopped runs on processes, elastic and Ray": Fuzzer(0, 30),
+    "readings and resumes of damaged stopped runs on processes, elastic and Ray": Fuzzer(0, 75),
     "readings of damaged secrets, join files and what processes keep for the next ones": Fuzzer(500, 5_000),
     "gateway": Fuzzer(60, 2_000),
     "queries to a snapshot server": Fuzzer(200, 5_000),
