@@ -26,7 +26,7 @@ from atoll.telemetry.event_log import read_events
 from atoll.testing.chaos.attach_faults import RunFaults
 from atoll.testing.chaos.faults import FaultScript, UpdateFault
 from cells import Outcome, Row, key_of, run_rows, seeds_parser, seeds_text
-from figure_text import RULE, loss_columns, loss_headings
+from figure_text import RULE, difference_text, loss_columns, loss_headings
 from progress import CellProgress
 from record import Record, markdown_table, open_record, script
 
@@ -54,6 +54,9 @@ class Kills:
 
 
 KILLS = (Kills(0), Kills(1), Kills(2), Kills(2, "donor"))
+LIKE_KILLED = (KILLS[2].label, KILLS[3].label)
+LIKE_AWAY = tuple(f"away twice: {moments}" for moments in KEPT.values())
+"""Rows that differ in the moments alone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -120,8 +123,8 @@ def simulated_rows(base: tuple[str, ...]) -> dict[str, Row]:
     spans = [f"Away(island={ISLANDS - 1 - n},start={start},stop={start + MISSED_ROUNDS})" for n, start in starts]
     once, twice = (f"cluster.away=[{','.join(some)}]" for some in (spans[:1], spans))
     averaged = ("algorithm.moments=averaged", "algorithm.moment_rounds=[3,6]")
-    settings = {NONE: (), "away once: empty moments": (once,), "away twice: empty moments": (twice,)}
-    settings["away twice: the donor's moments"] = (twice, "train.joiner_moments=donor")
+    empty, donor = LIKE_AWAY
+    settings = {NONE: (), "away once: empty moments": (once,), empty: (twice,), donor: (twice, "train.joiner_moments=donor")}
     settings["no island away: moments averaged on DES-LOC's clocks"] = averaged
     return {label: Row(recipe=first.recipe, base=first.base, settings=more, name=label) for label, more in settings.items()}
 
@@ -150,11 +153,12 @@ def report(
     )
     killed = (
         f"The script kills an island in its exchange of round {after[0]}, and with two kills the other one in that of round "
-        f"{after[1]}. Islands sleep {STEP_DELAY_S:g} s per step in runs with kills. {_bits_text(elastic, simulated)}"
+        f"{after[1]}. Islands sleep {STEP_DELAY_S:g} s per step in runs with kills. How many rounds the killed island misses depends "
+        f"on how long it takes to start. {_bits_text(elastic, simulated)} {_moments_text(elastic, *LIKE_KILLED)}"
     )
     away = (
         f"The island is away for {MISSED_ROUNDS} rounds from the same rounds on, and no island reads its data in its place: these "
-        "runs have fewer tokens."
+        f"runs have fewer tokens. {_moments_text(simulated, *LIKE_AWAY)}"
     )
     return [words, f"## Elastic islands that are killed\n\n{killed}\n\n{table}", f"## In the simulator\n\n{away}\n\n{others}"]
 
@@ -163,6 +167,11 @@ def _bits_text(elastic: Mapping[str, Outcome], simulated: Mapping[str, Outcome])
     pairs = zip(elastic[NONE].summaries, simulated[NONE].summaries, strict=True)
     same = all(one["val_loss"] == two["val_loss"] for one, two in pairs)
     return f"Without kills elastic runs and the simulator have {'the same losses to the last bit' if same else 'other losses'}."
+
+
+def _moments_text(outcomes: Mapping[str, Outcome], empty: str, donor: str) -> str:
+    found, verdict = difference_text(outcomes[donor].loss, outcomes[empty].loss)
+    return f"Twice with the donor's moments minus twice with empty ones: {found} (verdict: {verdict})."
 
 
 def _span(outcome: Outcome, figure: str) -> str:

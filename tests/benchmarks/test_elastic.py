@@ -63,3 +63,31 @@ def test_deaths_are_judged_by_the_longest_delay(b):
     meeting["deaths"] = [death(2.5)]
     section = b.elastic_cost.killed_section(cells)
     assert "**it does not hold**" in section
+
+
+def test_losses_after_kills_are_compared_with_those_of_the_same_seed(b):
+    losses = b.elastic_losses
+
+    def outcome(row, *found, rounds=15):
+        return b.cells.Outcome(
+            row, tuple({"val_loss": loss, "rounds": rounds + n, "missed": 2 * n} for n, loss in enumerate(found))
+        )
+
+    kills = [(2.0, 3.0), (2.1, 3.1), (2.3, 3.2), (2.2, 3.3)]
+    elastic = {one.label: outcome(one.row(()), *found) for one, found in zip(losses.KILLS, kills, strict=True)}
+    simulated = {label: outcome(row, 2.0, 3.0) for label, row in losses.simulated_rows(()).items()}
+    words, killed, away = losses.report(elastic, simulated, [0, 1], ())
+    assert "15 rounds without kills, seeds 0, 1." in words
+    assert "in its exchange of round 5, and with two kills the other one in that of round 10." in killed
+    assert "have the same losses to the last bit. Twice with the donor's moments minus twice with empty ones: +0.0000 [" in killed
+    assert "| one kill, after a third of the rounds: empty moments | 2.6000 ± 0.7071 | 2.1000 to 3.1000 | +0.1000 [" in killed
+    assert "| higher | 15 to 16 | 0 to 2 |" in killed
+    assert "| away twice: the donor's moments | 2.5000 ± 0.7071 |" in away
+    simulated[losses.NONE] = outcome(losses.KILLS[0].row(()), 2.0, 3.5)
+    assert "have other losses." in losses.report(elastic, simulated, [0, 1], ())[1]
+
+
+def test_simulated_islands_are_away_from_the_rounds_of_the_kills_on(b):
+    run = b.elastic_losses.simulated_rows(())["away twice: the donor's moments"].run(0)
+    assert [(one.island, one.start, one.stop) for one in run.cluster.away] == [(1, 5, 7), (0, 10, 12)]
+    assert run.train.joiner_moments == "donor"
