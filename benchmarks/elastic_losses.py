@@ -153,8 +153,8 @@ def report(
     )
     killed = (
         f"The script kills an island in its exchange of round {after[0]}, and with two kills the other one in that of round "
-        f"{after[1]}. Islands sleep {STEP_DELAY_S:g} s per step in runs with kills. How many rounds the killed island misses depends "
-        f"on how long it takes to start. {_bits_text(elastic, simulated)} {_moments_text(elastic, *LIKE_KILLED)}"
+        f"{after[1]}. Islands sleep {STEP_DELAY_S:g} s per step in runs with kills. How many rounds the killed island misses "
+        f"depends on how long it takes to start. {_bits_text(elastic, simulated)} {_moments_text(elastic, *LIKE_KILLED)}"
     )
     away = (
         f"The island is away for {MISSED_ROUNDS} rounds from the same rounds on, and no island reads its data in its place: these "
