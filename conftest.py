@@ -13,7 +13,8 @@ COLLECTED = pytest.StashKey[set]()
 
 def pytest_configure(config):
     config.stash[COLLECTED] = set()
-    require_namespaces()
+    if not hasattr(config, "workerinput"):  # once for all workers of pytest-xdist
+        require_namespaces()
 
 
 def require_namespaces():
@@ -21,8 +22,7 @@ def require_namespaces():
         return
     from atoll.testing import network_namespaces
 
-    missing = [tool for tool in ("nft", "sysctl") if network_namespaces._found(tool) is None]
-    if why := network_namespaces.unavailable_reason() or " and ".join(missing) + " cannot be found" * bool(missing):
+    if why := network_namespaces.unavailable_reason(nat=True):
         raise pytest.UsageError(f"ATOLL_NAMESPACES=required, and tests with network namespaces would be skipped: {why}")
 
 

@@ -3,7 +3,6 @@
     python benchmarks/elastic_cost.py             about twenty minutes on two idle cores
     python benchmarks/elastic_cost.py --quick     smoke test at small sizes
     python benchmarks/elastic_cost.py --commits   only the cost of a commit of 25M parameters, and of TLS
-    python benchmarks/elastic_cost.py --losses    only what kills cost in loss: 30 runs of demo-diloco, about 50 minutes
 
 Without failures: the same Run on two processes with `--engine elastic` and with `--engine processes`, in turn, with the round times
 of their event logs; and in the same way with a larger model and few steps, for the cost of a commit beyond the same exchange on
@@ -11,12 +10,11 @@ processes. `elastic_transports.py` tells apart what TLS adds to it. With failure
 gets a SIGKILL in the middle of its steps, shortly before their end, or in the middle of the exchange; and early in a round that is
 longer than a restart, so that the killed island is back while the other still trains, and must not be waited for. The script
 measures how long after its own steps the survivor commits. After the killed island's return it fetches weights and outer momentum
-of both and compares the bits.
+of both and compares the bits. `elastic_losses.py` measures what kills cost in loss.
 """
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,8 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from atoll.engines.warm_start_training import Cache
-from elastic_runs import Size, deaths_in, killed, kills_at, loss_after_kills, round_times
+from elastic_runs import Size, deaths_in, killed, kills_at, round_times
 from elastic_transports import Plan, transport_costs, transport_section
 from progress import CellProgress
 from record import Record, benchmark_parser, markdown_table, open_record, script
@@ -65,14 +62,8 @@ QUICK: dict[str, Any] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(__doc__, "elastic_cost", page="docs/chaos.md", quick=True)
     parser.add_argument("--runs", type=Path, help="keep the run folders here; None: remove them")
-    parser.add_argument(
-        "--losses", action="store_true", help="print the final losses of demo-diloco after kills, for docs/elastic.md"
-    )
     parser.add_argument("--commits", action="store_true", help="measure only the cost of a commit and of TLS; changes no page")
     options = parser.parse_args(arguments)
-    if options.losses:
-        print_losses()
-        return
     record = open_record(options, "elastic_cost")
     plan = QUICK if options.quick else PLAN
     cells = measure(record, plan, options.runs, commits=options.commits, quiet=options.quiet)
@@ -82,18 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     sections = [f"{calm_section(cells, plan)}\n\n{commits}", killed_section(cells)]
     record.publish("The cost of elasticity", sections, docs=(options.docs, "elastic_cost"))
-
-
-def print_losses() -> None:
-    """The final loss of runs of two and four islands with no, one and two kills, over three seeds, and with both choices of what
-    killed islands return with."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        cache = Cache(folder / "cache")
-        for islands, kills, seed in itertools.product((2, 4), (0, 1, 2), range(3)):
-            for moments in ("empty", "donor") if kills else ("empty",):
-                loss = loss_after_kills(islands, kills, seed, folder / f"{islands}-{kills}-{seed}-{moments}", cache, moments)
-                print(f"{islands} islands, {kills} kills, seed {seed}, {moments} moments: {loss:.4f}", flush=True)
 
 
 def measure(record: Record, plan: Mapping[str, Any], runs: Path | None, *, commits: bool, quiet: bool) -> dict[str, dict[str, Any]]:

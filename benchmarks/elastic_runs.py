@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from atoll import recipes
 from atoll.algorithms.diloco import DiLoCo
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import Attended, Computed, Event, Exchanged, Leased, RoundFinished, RunFinished
@@ -25,7 +24,6 @@ from atoll.engines.elastic.spec import Elastic, island_name
 from atoll.engines.network_interfaces import free_port
 from atoll.engines.processes.spec import Processes
 from atoll.engines.run_lifecycle import run
-from atoll.engines.warm_start_training import Cache
 from atoll.models.gpt import GPT
 from atoll.optim.adam import AdamW
 from atoll.optim.schedules import Cosine
@@ -195,28 +193,3 @@ def deaths_in(rounds: list[int]) -> FaultScript:
             UpdateFault(island=island_name((n + 1) % 2), round=r, kind=kinds[n // 2 % 2]) for n, r in enumerate(rounds)
         )
     )
-
-
-def loss_after_kills(
-    islands: int, kills: int, seed: int, folder: Path, cache: Cache, moments: Literal["empty", "donor"] = "empty"
-) -> float:
-    """The final loss of demo-diloco on equal islands, where after each third of the rounds another island is killed in its
-    exchange, and returns with empty inner moments or with those of its donor."""
-    described = recipes.ALL["demo-diloco"]()
-    described = replace(described, train=replace(described.train, joiner_moments=moments))
-    third = described.rounds(described.train.steps) // 3
-    deaths = tuple(
-        UpdateFault(island=island_name(islands - 1 - number), round=third * (number + 1), kind="kill_in_delta")
-        for number in range(kills)
-    )
-    cluster = replace(described.cluster, islands=islands, step_time_s=(1.0,))
-    result = run(
-        replace(described, cluster=cluster, seed=seed),
-        engine=Elastic(processes=islands),
-        out=folder,
-        command=COMMAND,
-        cache=cache,
-        faults=RunFaults(FaultScript(update_faults=deaths)) if deaths else None,
-    )
-    assert result is not None
-    return result.val_loss

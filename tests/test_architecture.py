@@ -144,6 +144,7 @@ def test_every_test_file_mirrors_a_source_file():
         "test_docs",
         "test_gate",
         "test_malformed_frames",
+        "test_malformed_frames_to_processes",
         "test_package",
         "test_paper_pages",
         "test_printed_code",

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from itertools import pairwise
@@ -69,8 +70,7 @@ def test_the_workflow_runs_network_namespaces_as_root_and_fails_where_it_cannot(
 
 @pytest.mark.parametrize("why", ["only root can create network namespaces", None])
 def test_where_namespaces_are_required_a_session_without_them_does_not_begin(monkeypatch, why):
-    monkeypatch.setattr(network_namespaces, "unavailable_reason", lambda: why)
-    monkeypatch.setattr(network_namespaces, "_found", lambda tool: f"/usr/sbin/{tool}")
+    monkeypatch.setattr(network_namespaces, "unavailable_reason", lambda nat: why)
     monkeypatch.delenv("ATOLL_NAMESPACES", raising=False)
     conftest.require_namespaces()
     monkeypatch.setenv("ATOLL_NAMESPACES", "required")
@@ -79,9 +79,32 @@ def test_where_namespaces_are_required_a_session_without_them_does_not_begin(mon
     else:
         with pytest.raises(pytest.UsageError, match=f"would be skipped: {why}"):
             conftest.require_namespaces()
-    monkeypatch.setattr(network_namespaces, "_found", lambda tool: None)
-    with pytest.raises(pytest.UsageError, match=why or "nft and sysctl cannot be found"):
-        conftest.require_namespaces()
+
+
+@pytest.mark.parametrize("tool", ["ip", "nft", "sysctl"])
+def test_a_missing_tool_makes_a_site_behind_nat_unavailable(monkeypatch, tool):
+    monkeypatch.setattr(network_namespaces, "_found", lambda name: None if name == tool else f"/usr/sbin/{name}")
+    assert f"{tool} cannot be found: install" in network_namespaces.unavailable_reason(nat=True)
+
+
+@pytest.mark.parametrize(("user", "why"), [(0, ""), (0, "`ip netns add` failed"), (1000, "")])
+def test_what_ci_runs_requires_namespaces_where_root_can_create_them(tmp_path, user, why):
+    """The script itself, with stand-ins for the commands that it calls."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    stands_in = {"id": f"echo {user}", "nft": ":", "make": 'echo "$1 ${ATOLL_NAMESPACES-}"', ".venv/bin/python": f"echo '{why}'"}
+    for name, text in stands_in.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**{name: value for name, value in os.environ.items() if name != "ATOLL_NAMESPACES"}, "PATH": path}
+    done = subprocess.run([tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True, check=True)
+    required = " required" if user == 0 and not why else " "
+    assert done.stdout.splitlines() == ["install ", f"test{required}", f"test-slow{required}"]
+    assert ("skipped" in done.stderr) == (required == " ")
+    assert why in done.stderr
 
 
 def test_the_run_that_tries_a_release_is_small_enough_for_the_limit_of_its_job():

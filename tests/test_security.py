@@ -1,105 +1,145 @@
 """No source executes what it receives or reads, and no stranger on another machine reaches a run of one machine. The sockets of
 docs/security.md are those of test_security_sockets.py."""
 
-import ast
-import re
 import socket
 import sys
 
 import pytest
 
 import atoll.testing.network_namespaces
+from tests.dangerous_uses import dangers
 from tests.listening_sockets import listening_sockets, sockets_until
 from tests.test_security_sockets import PATIENCE_S, ROOT, SLOWLY, atoll_command, engine_arguments, running, trains
 
 # ---------------------------------------------------------------------------------------------------------------- the sources
 
-MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-"""Their readers execute what they read."""
-TORCH = {
-    "torch.distributed.elastic": "its launcher unpickles what it finds in its store",
-    "torch.distributed.launcher": "its launcher unpickles what it finds in its store",
-    "torch.distributed.checkpoint.state_dict_saver": "it gathers pickled objects",
-    "torch.distributed.checkpoint.state_dict_loader": "it unpickles the index of a checkpoint",
-    "torch.distributed.rpc": "it unpickles functions",
-    "torch.multiprocessing": "its queues unpickle",
-    "multiprocessing": "its queues and listeners unpickle",
-}
-CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "pandas.read_pickle"}
-LISTENERS = {"rendezvous", "TCPStore"}
-"""torch's functions that open a store, on all interfaces where they are told to."""
-KEYWORDS = {"allow_pickle", "trust_remote_code", "shell"}
-READS_MODELS = (".from_pretrained", ".from_config")
-"""Of transformers: without a word on a model's code they ask the user whether to run it."""
+ENGINES = "src/atoll/engines"
+A_DTYPE = "getattr(torch, NAME), of which only a dtype is taken"
+OF_RAY = "getattr(torch, NAME) with a name that a holder of the token sends, who can send pickles anyway"
 ALLOWED = {
-    ("src/atoll/engines/processes/torch_checkpoint_files.py", "pickle"): "an Unpickler that is restricted to torch's index classes",
-    ("src/atoll/engines/rank_store.py", "TCPStore"): "with a socket of its own, on one address; and as a client",
-    ("src/atoll/engines/rank_store.py", "rendezvous"): "between machines, where the user trusts the network",
-    ("src/atoll/engines/elastic/rendezvous.py", "TCPStore"): "as a client",
-    ("src/atoll/engines/elastic/membership.py", "TCPStore"): "as a client",
+    (f"{ENGINES}/processes/torch_checkpoint_files.py", "pickle"): "an Unpickler that is restricted to torch's index classes",
+    (f"{ENGINES}/processes/torch_checkpoint_files.py", "torch as a value"): "vars(torch), of which only dtypes are taken",
+    (f"{ENGINES}/rank_store.py", "TCPStore"): "with a socket of its own, on one address; and as a client",
+    (f"{ENGINES}/rank_store.py", "rendezvous"): "between machines, where the user trusts the network",
+    (f"{ENGINES}/elastic/rendezvous.py", "TCPStore"): "as a client",
+    (f"{ENGINES}/elastic/membership.py", "TCPStore"): "as a client",
+    (f"{ENGINES}/elastic/snapshot_server.py", "torch as a value"): A_DTYPE,
+    ("src/atoll/core/serialization.py", "torch as a value"): A_DTYPE,
+    (f"{ENGINES}/ray/hub_actor.py", "torch as a value"): "getattr(torch, NAME) with the name in the hub's own settings",
+    (f"{ENGINES}/ray/messages.py", "torch as a value"): OF_RAY,
+    (f"{ENGINES}/ray/bootstrap.py", "sys.modules"): "whether the caller has imported ray",
+    ("src/atoll/cli/recipe_settings.py", "sys.modules"): "whether the caller has imported the module that a run names",
+    ("src/atoll/replica/flat_parameters.py", "sys.modules"): "whether the caller has imported FSDP",
+    ("src/atoll/__init__.py", "importlib.import_module"): "modules of atoll, by a table in the source",
+    ("src/atoll/core/config/json_records.py", "importlib.import_module"): "modules of atoll, by the files of the package",
+    ("src/atoll/core/config/json_records.py", "sys.modules"): "a dataclass of a module that the caller has imported",
+    ("src/atoll/core/optional_imports.py", "importlib.import_module"): "libraries that callers name in their source",
+    (f"{ENGINES}/run_lifecycle.py", "importlib.import_module"): "atoll's engine of the name that an engine's class has",
+    **{
+        (
+            "examples/finetune_huggingface.py",
+            f"transformers.{name}.from_pretrained",
+        ): "of a folder that the script has just exported"
+        for name in ("AutoModelForCausalLM", "AutoTokenizer")
+    },
+    **{
+        (f"{ENGINES}/user_code.py", name): "the file or module that the user names in --workload; never one that a message names"
+        for name in (
+            "importlib.import_module",
+            "importlib.util.spec_from_file_location",
+            "importlib.util.module_from_spec",
+            "sys.modules",
+        )
+    },
 }
 """What a file may use, and why."""
-
-
-def dangers(source):
-    """What a source uses that may execute its input, or listen on all interfaces."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (name for alias in node.names for name in imported(alias.name))
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from {name for alias in node.names for name in imported(f"{node.module}.{alias.name}")}
-            yield from (alias.name for alias in node.names if is_object_collective(alias.name))
-        elif isinstance(node, ast.Attribute) and is_object_collective(node.attr):
-            yield node.attr
-        elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            given = {one.arg: ast.unparse(one.value) for one in node.keywords}
-            if name in CALLS:
-                yield name
-            if name.rpartition(".")[2] in LISTENERS:
-                yield name.rpartition(".")[2]
-            if name == "torch.load" and given.get("weights_only") != "True":
-                yield name
-            if name.startswith("transformers.") and name.endswith(READS_MODELS) and given.get("trust_remote_code") is None:
-                yield name
-            yield from (word for word in KEYWORDS if given.get(word, "False") != "False")
-
-
-def imported(name):
-    for module in (*MODULES, *TORCH):
-        if name == module or name.startswith(f"{module}."):
-            yield module
-
-
-def is_object_collective(name):
-    return re.fullmatch(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?", name) is not None
 
 
 @pytest.mark.parametrize(
     ("source", "found"),
     [
         ("import pickle", ["pickle"]),
-        ("transformers.AutoConfig.from_pretrained(a)", ["transformers.AutoConfig.from_pretrained"]),
-        ("transformers.AutoConfig.from_pretrained(a, trust_remote_code=False)", []),
+        ("import transformers\ntransformers.AutoConfig.from_pretrained(a)", ["transformers.AutoConfig.from_pretrained"]),
+        ("import transformers\ntransformers.AutoConfig.from_pretrained(a, trust_remote_code=False)", []),
         ("from pickle import loads", ["pickle"]),
         ("from torch.distributed import broadcast_object_list", ["broadcast_object_list"]),
         ("import torch.distributed as dist\ndist.all_gather_object(a, b)", ["all_gather_object"]),
-        ("torch.load(path)", ["torch.load"]),
-        ("torch.load(path, weights_only=False)", ["torch.load"]),
-        ("torch.load(path, weights_only=True)", []),
+        ("import torch\ntorch.load(path)", ["torch.load"]),
+        ("import torch\ntorch.load(path, weights_only=False)", ["torch.load"]),
+        ("import torch\ntorch.load(path, weights_only=True)", []),
         ("eval(text)", ["eval"]),
         ("model.eval()", []),
-        ("yaml.load(text)", ["yaml.load"]),
-        ("yaml.safe_load(text)", []),
+        ("import yaml\nyaml.load(text)", ["yaml.load"]),
+        ("import yaml\nyaml.safe_load(text)", []),
         ("numpy.load(path, allow_pickle=True)", ["allow_pickle"]),
         ("subprocess.run(text, shell=True)", ["shell"]),
         ("from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs", ["torch.distributed.elastic"]),
         ("from torch.distributed import launcher", ["torch.distributed.launcher"]),
         ("dist.TCPStore(host, port, is_master=True)", ["TCPStore"]),
+        ("model.rendezvous = 1\nprint(model.rendezvous)", []),
+        ("def compile(model): ...\ncompile(model)", []),
+        ("def train(compile):\n    if compile: ...", []),
+        ("import os\nos.environ['A'] = os.path.join(a, b)", []),
     ],
 )
 def test_dangers_are_found(source, found):
-    assert list(dangers(source)) == found
+    assert dangers(source) == found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from torch import load\nload(path)", "torch.load"),
+        ("from torch import load as read\nread(path, weights_only=False)", "torch.load"),
+        ("import torch as t\nt.load(path)", "torch.load"),
+        ("import torch\nt = torch\nt.load(path)", "torch.load"),
+        ("import torch\nlast = first = torch\nother = last\nother.load(path)", "torch.load"),
+        ("import torch\nread = torch.load\nread(path)", "torch.load"),
+        ("import torch, functools\nread = functools.partial(torch.load, weights_only=False)", "torch.load"),
+        ("import torch\ntorch.serialization.load(path)", "torch.load"),
+        ("from torch import serialization as s\ns.load(path)", "torch.load"),
+        ("import torch.serialization as s\ns.load(path)", "torch.load"),
+        ("import torch\ngetattr(torch, 'load')(path)", "torch.load"),
+        ("import torch\nread = getattr(torch, 'load', None)\nread(path)", "torch.load"),
+        ("import torch\nfor read in (torch.load,):\n    read(path)", "torch.load"),
+        ("import torch\ntorch.load(path, **{'weights_only': False})", "torch.load"),
+        ("import torch\ngetattr(torch, name)(path)", "torch as a value"),
+        ("import torch\nvars(torch)['load'](path)", "torch as a value"),
+        ("import torch\nread(torch, path)", "torch as a value"),
+        ("import torch\nself.t = torch", "torch as a value"),
+        ("from torch import *\nload(path)", "torch.*"),
+        ("import torch\ntorch.hub.load(name)", "torch.hub"),
+        ("import torch\ntorch.distributed.rpc.rpc_sync(name)", "torch.distributed.rpc"),
+        ("import torch.distributed.checkpoint as dcp\ndcp.load(state)", "torch.distributed.checkpoint.load"),
+        ("import torch.distributed as dist\ngetattr(dist, 'all_gather_object')(a, b)", "all_gather_object"),
+        ("import torch.distributed as dist\nopened = getattr(dist, 'TCPStore')", "TCPStore"),
+        ("from torch.distributed import TCPStore as Store\nStore(host, port)", "TCPStore"),
+        ("from os import system\nsystem(text)", "os.system"),
+        ("from os import system as run\nrun(text)", "os.system"),
+        ("import os as o\no.popen(text)", "os.popen"),
+        ("import posix\nposix.system(text)", "os.system"),
+        ("import importlib\nimportlib.import_module('pickle').loads(data)", "pickle"),
+        ("from importlib import import_module as take\nread = take('pickle').loads", "pickle"),
+        ("import importlib\nimportlib.import_module('torch').load(path)", "torch.load"),
+        ("import importlib\nimportlib.import_module(name)", "importlib.import_module"),
+        ("from importlib import import_module as take\ntake(name)", "importlib.import_module"),
+        ("__import__('pickle').loads(data)", "pickle"),
+        ("__import__(name)", "__import__"),
+        ("import builtins\nbuiltins.eval(text)", "eval"),
+        ("run = eval\nrun(text)", "eval"),
+        ("import sys\nsys.modules['pickle'].loads(data)", "sys.modules"),
+        ("import sys\nsys.modules.get('pickle').loads(data)", "sys.modules"),
+        ("import torch\ntorch.load.__call__(path)", "torch.load"),
+        ("class Model:\n    compile: bool = False\n    def eval(self): ...\neval(text)", "eval"),
+        ("def train(eval): ...\neval(text)", "eval"),
+        ("from yaml import load\nload(text)", "yaml.load"),
+        ("import subprocess as s\ns.getoutput(text)", "subprocess.getoutput"),
+        ("import subprocess\nsubprocess.run(text, **{'shell': True})", "shell"),
+        ("import numpy as np\nnp.load(path, None, True)", "allow_pickle"),
+    ],
+)
+def test_dangers_are_found_under_other_names(source, found):
+    assert found in dangers(source)
 
 
 def test_no_source_executes_what_it_receives_or_reads():

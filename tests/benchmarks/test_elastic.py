@@ -63,3 +63,20 @@ def test_deaths_are_judged_by_the_longest_delay(b):
     meeting["deaths"] = [death(2.5)]
     section = b.elastic_cost.killed_section(cells)
     assert "**it does not hold**" in section
+
+
+def test_losses_after_kills_are_compared_with_those_of_the_same_seed(b):
+    losses = b.elastic_losses
+
+    def outcome(row, *found):
+        summaries = ({"val_loss": loss, "rounds": 15 + n, "missed": 2 * n, "load": 3.0 + n} for n, loss in enumerate(found))
+        return b.cells.Outcome(row, tuple(summaries))
+
+    kills = [(2.0, 3.0), (2.1, 3.1), (2.3, 3.2), (2.2, 3.3)]
+    elastic = {one.label: outcome(one.row(()), *found) for one, found in zip(losses.KILLS, kills, strict=True)}
+    words, killed = losses.report(elastic, [0, 1], ())
+    assert "15 rounds without kills, seeds 0, 1." in words
+    assert "in its exchange of round 5, and with two kills the other one in that of round 10." in killed
+    assert "load was 3 to 4. Twice with the donor's moments minus twice with empty ones: +0.0000 [" in killed
+    assert "| one kill, after a third of the rounds: empty moments | 2.6000 ± 0.7071 | 2.1000 to 3.1000 | +0.1000 [" in killed
+    assert "| higher | 15 to 16 | 0 to 2 |" in killed

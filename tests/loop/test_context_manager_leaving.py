@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 
 import pytest
 import torch
@@ -154,23 +153,25 @@ def test_all_micro_batches_of_uneven_islands_have_the_same_weight(two):
 
 
 def raising(group, algorithm, culprit, at, steps):
-    """One island raises after `at` steps. Returns the result of the others; of the culprit, the seconds until it left the block."""
+    """One island raises after `at` steps, and leaves the block before any other begins its next step. Returns the result of the
+    others; of the culprit, that it left."""
     model = WORKLOAD.module()
     form = hasattr(algorithm, "optimizer")
     optimizer = None if form else torch.optim.SGD(model.parameters(), lr=0.05)
     try:
         with atoll.islands(model, optimizer, algorithm, limit_s=LIMIT_S) as islands:
             for step in range(steps):
-                if islands.rank == culprit and step == at:
-                    began = time.perf_counter()
+                if step == at and islands.rank == culprit:
                     raise ZeroDivisionError("a bug of the user")
+                if step == at:
+                    group.barrier().wait()
                 backward(model, step)
                 islands.optimizer.step()
                 islands.optimizer.zero_grad()
     except ZeroDivisionError:
-        took_s = time.perf_counter() - began
+        group.barrier().wait()
         group.barrier().wait()  # its process lives until the others are done
-        return took_s
+        return "left"
     except ExchangeFailed as failed:
         group.barrier().wait()
         return str(failed)
@@ -179,16 +180,16 @@ def raising(group, algorithm, culprit, at, steps):
 
 
 def test_an_exception_leaves_the_block_at_once_and_the_others_continue(three):
-    one, took_s, other = three.run(raising, DiLoCo(inner_steps=3), 1, 4, 9)
-    assert took_s < 5.0
+    one, culprit, other = three.run(raising, DiLoCo(inner_steps=3), 1, 4, 9)
+    assert culprit == "left"
     assert one[0].equal(other[0])
     assert one[1:] == other[1:] == (2, 3)
 
 
 def test_an_exception_stops_the_others_if_the_state_is_sharded(three):
     for algorithm in (ZeRO1(optimizer=AdamW()), ACCO(optimizer=AdamW())):
-        one, took_s, other = three.run(raising, algorithm, 1, 4, 9)
-        assert took_s < 5.0
+        one, culprit, other = three.run(raising, algorithm, 1, 4, 9)
+        assert culprit == "left"
         for message in (one, other):
             assert re.search(
                 r"island 1 left by an exception, and its slice .* is lost. .* resume from the last checkpoint", message
@@ -233,9 +234,8 @@ def killed(group, culprit):
 
 
 def test_if_an_island_is_killed_the_others_raise_at_once_and_name_it():
-    began = time.perf_counter()
     (_, failed), (code, _) = outcomes(2, killed, 1)
     assert code == -signal.SIGKILL
     assert isinstance(failed, ExchangeFailed)
     assert "island 1" in str(failed)
-    assert time.perf_counter() - began < LIMIT_S / 2
+    assert "it has closed its connection" in str(failed), "and not that it was silent for the limit"

@@ -221,13 +221,14 @@ def _enter(namespace: int) -> None:
         raise ConfigError(f"a network namespace cannot be entered: {os.strerror(ctypes.get_errno())}. Run as root.")
 
 
-def unavailable_reason() -> str | None:
-    """Why this machine cannot create namespaces; None if it can."""
+def unavailable_reason(*, nat: bool = False) -> str | None:
+    """Why this machine cannot create namespaces, or with `nat` no `site_behind_nat`; None if it can."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, and this is {sys.platform}"
-    missing = [tool for tool in ("ip", "tc") if _found(tool) is None]
-    if missing:
-        return f"{' and '.join(missing)} cannot be found: install iproute2"
+    for tools, packages in ((("ip", "tc"), "iproute2"), (("nft", "sysctl") if nat else (), "nftables and procps")):
+        missing = [tool for tool in tools if _found(tool) is None]
+        if missing:
+            return f"{' and '.join(missing)} cannot be found: install {packages}"
     if os.geteuid() != 0:
         return "only root can create network namespaces"
     try:

@@ -27,6 +27,7 @@ from atoll.testing.chaos.update_faults import interpose_update_faults
 from atoll.testing.simulated_runs import Recorder
 
 HOST = "127.0.0.1"
+PATIENCE_S = 180.0  # bounds a failure alone: a busy machine takes long
 SETTINGS = (
     "model.hidden=8",
     "data.examples=512",
@@ -119,7 +120,7 @@ class ThreadedRun:
     def wait_until(self, what):
         """Waits for a log line that begins with this text."""
         with self.something_logged:
-            found = self.something_logged.wait_for(lambda: any(text.startswith(what) for text in self.logged), 30.0)
+            found = self.something_logged.wait_for(lambda: any(text.startswith(what) for text in self.logged), PATIENCE_S)
             assert found, (what, self.logged)
 
     def reached(self, number):
@@ -133,7 +134,7 @@ class ThreadedRun:
     def finish(self, threads, *, last=True):
         """Wait for the ends of these islands, and end the rendezvous behind the last ones."""
         for thread in threads:
-            thread.join(60.0)
+            thread.join(PATIENCE_S)
         assert not self.errors, self.errors
         assert not any(thread.is_alive() for thread in threads), self.logged
         if last:

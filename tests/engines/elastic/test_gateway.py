@@ -389,7 +389,7 @@ def test_what_is_no_first_line_is_dropped(site, text):
 
 
 def test_half_open_handshakes_are_dropped_and_hinder_no_member(site, monkeypatch):
-    monkeypatch.setattr(module, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(module, "HANDSHAKE_S", 2.0)  # enough for the member on a busy machine
     before = threading.active_count()
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection((HOST, site.port), timeout=LIMIT_S)) for _ in range(300)]
@@ -448,19 +448,19 @@ def test_a_gateway_that_accepts_no_connection_any_more_does_not_answer_its_super
 
 
 def test_a_gateway_that_answers_a_byte_at_a_time_does_not_answer(site, monkeypatch):
-    hurried = threading.Event()
+    hurried, dripped = threading.Event(), threading.Event()
 
     def slow(connection, **record):
-        for _ in range(150):
+        for _ in range(400):
             if not hurried.wait(0.05):
                 connection.sendall(b" ")
+        dripped.set()
 
     client = site.client()
     monkeypatch.setattr(module, "send_line", slow)
-    began_s = time.monotonic()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError):  # and not the error of a connection that was closed
         client.open("registry", 0.5)
-    assert time.monotonic() - began_s < 5.0
+    assert not dripped.is_set()
     hurried.set()
 
 

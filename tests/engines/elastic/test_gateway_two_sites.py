@@ -35,14 +35,7 @@ SMALL = (
 )
 
 
-def unavailable():
-    missing = [tool for tool in ("nft", "sysctl") if network_namespaces._found(tool) is None]
-    return network_namespaces.unavailable_reason() or (
-        f"{', '.join(missing)} cannot be found: install nftables and procps" if missing else None
-    )
-
-
-UNAVAILABLE = unavailable()
+UNAVAILABLE = network_namespaces.unavailable_reason(nat=True)
 NO_NAMESPACES = network_namespaces.unavailable_reason()
 pytestmark = pytest.mark.slow
 with_nat = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))

@@ -23,7 +23,7 @@ from atoll.engines.elastic.state_version import StateVersion
 from atoll.engines.shared_and_sharded_state import shared_fields
 from atoll.optim.torch_optimizers import TorchOptimizer
 
-HOST = "127.0.0.1"
+HOST, LIMIT_S = "127.0.0.1", 20.0
 STATUS = IslandStatus("a", True, phase=IslandPhase.JOINED, version=StateVersion(3, 7), suspects=frozenset("b"))
 TENSORS = {
     "weights": torch.randn(300_001),
@@ -42,7 +42,7 @@ def server():
 
 def test_a_client_receives_every_bit(server):
     server.publish(Snapshot({"round": 3, "names": ["a"]}, TENSORS))
-    got = fetch_snapshot(server.address, 5.0)
+    got = fetch_snapshot(server.address, LIMIT_S)
     assert got.header == {"round": 3, "names": ["a"]}
     assert got.nbytes == sum(tensor.nbytes for tensor in TENSORS.values())
     for name, tensor in TENSORS.items():
@@ -55,7 +55,7 @@ def test_a_client_waits_for_the_snapshot_after_one_that_is_withdrawn(server):
     assert server.withdraw()
     with ThreadPoolExecutor(1) as pool, socket.create_connection((HOST, server.port)) as waiting:
         waiting.sendall(b"snapshot\n")
-        fetched = pool.submit(fetch_snapshot, server.address, 5.0)
+        fetched = pool.submit(fetch_snapshot, server.address, LIMIT_S)
         assert not select.select([waiting], [], [], 0.1)[0]
         assert server.withdraw(), "a client that waits reads nothing"
         server.publish(Snapshot({"round": 4}, TENSORS))
@@ -73,11 +73,11 @@ def test_a_snapshot_that_is_being_read_is_not_withdrawn(server):
 
 
 def test_a_server_without_a_snapshot_sends_none(server):
-    assert fetch_snapshot(server.address, 5.0) is None
+    assert fetch_snapshot(server.address, LIMIT_S) is None
 
 
 def test_an_island_answers_status_queries_until_it_is_closed(server):
-    assert query_status("a", server.address, 5.0) == STATUS
+    assert query_status("a", server.address, LIMIT_S) == STATUS
     closed = SnapshotServer(HOST)
     closed.close()
     assert query_status("a", closed.address, 0.5) is None
@@ -97,10 +97,10 @@ def test_a_reader_is_known_until_it_has_read_the_snapshot_it_began_with(server):
         slow.recv(1)
         assert server.has_readers
         server.publish(Snapshot({"round": 2}, {"weights": torch.zeros(1)}))
-        assert fetch_snapshot(server.address, 5.0).header == {"round": 2}
+        assert fetch_snapshot(server.address, LIMIT_S).header == {"round": 2}
         assert server.has_readers
     for thread in [t for t in threading.enumerate() if "process_request" in t.name]:
-        thread.join(5.0)
+        thread.join(LIMIT_S)
     assert not server.has_readers
 
 
@@ -129,7 +129,7 @@ def answering(answer):
 )
 def test_a_damaged_or_truncated_snapshot_is_refused(answer, says):
     with pytest.raises(ExchangeFailed, match=says):
-        fetch_snapshot(answering(answer), 5.0)
+        fetch_snapshot(answering(answer), LIMIT_S)
 
 
 def test_a_client_that_stops_reading_is_dropped():
@@ -157,12 +157,12 @@ def test_queries_of_another_run_get_no_answer_and_answers_of_one_are_none(server
     status = replace(STATUS, run="run-1")
     with closing(SnapshotServer(HOST, status.to_json, network=ours)) as of_a_run:
         of_a_run.publish(Snapshot({"round": 3}, TENSORS))
-        assert query_status("a", of_a_run.address, 5.0, ours) == status
-        assert fetch_snapshot(of_a_run.address, 5.0, ours).header == {"round": 3}
-        assert query_status("a", of_a_run.address, 5.0, theirs) is None
+        assert query_status("a", of_a_run.address, LIMIT_S, ours) == status
+        assert fetch_snapshot(of_a_run.address, LIMIT_S, ours).header == {"round": 3}
+        assert query_status("a", of_a_run.address, LIMIT_S, theirs) is None
         with pytest.raises(ExchangeFailed, match="it ended in its first line"):
-            fetch_snapshot(of_a_run.address, 5.0, theirs)
-        assert query_status("a", server.address, 5.0, ours) is None
+            fetch_snapshot(of_a_run.address, LIMIT_S, theirs)
+        assert query_status("a", server.address, LIMIT_S, ours) is None
 
 
 @pytest.mark.parametrize("line", ["exchange 0123abcd 1", "relay b exchange 0123abcd 1", "relay b status"])
@@ -172,7 +172,7 @@ def test_exchanges_and_relayed_queries_of_another_run_are_closed(line, mark):
     with closing(SnapshotServer(HOST, network=ours)) as one, socket.create_server((HOST, 0)) as member:
         member.settimeout(0.1)
         one.routes = {"b": f"{HOST}:{member.getsockname()[1]}"}
-        with ours.dial(one.address, 5.0) as client:
+        with ours.dial(one.address, LIMIT_S) as client:
             client.sendall(f"{line}{mark}\n".encode())
             assert client.recv(1) == b""
         assert not one.accepted.has("0123abcd")
@@ -202,7 +202,7 @@ def test_an_island_that_answers_a_byte_at_a_time_does_not_answer():
 
 def test_a_client_that_sends_its_query_a_byte_at_a_time_is_dropped(server, monkeypatch):
     monkeypatch.setattr(snapshot_server, "_FIRST_LINE_S", 0.3)
-    with socket.create_connection(server.address.rsplit(":", 1), timeout=5.0) as connection:
+    with socket.create_connection(server.address.rsplit(":", 1), timeout=LIMIT_S) as connection:
         assert drips(connection)
 
 
@@ -240,7 +240,7 @@ def test_a_client_that_sends_its_query_a_byte_at_a_time_is_dropped(server, monke
 def test_no_memory_is_taken_for_tensors_that_the_run_does_not_have(tensors, says):
     answer = json.dumps({"header": {}, "tensors": tensors, "age_s": 0.0}).encode() + b"\n"
     with pytest.raises(ExchangeFailed, match=says):
-        fetch_snapshot(answering(answer), 5.0, DirectNetwork(HOST), {"w": torch.zeros(4), "outer": ()})
+        fetch_snapshot(answering(answer), LIMIT_S, DirectNetwork(HOST), {"w": torch.zeros(4), "outer": ()})
 
 
 @pytest.mark.parametrize("name", ["Adadelta", "AdamW", "NAdam", "SGD"])
@@ -258,16 +258,16 @@ def test_a_state_that_an_outer_rule_of_torch_has_extended_is_received_with_inner
     inner.step()
     tensors = pack({"params": after, "outer": outer, "moments": [*map(dict, inner.state.values())]}).tensors
     server.publish(Snapshot({}, tensors))
-    assert fetch_snapshot(server.address, 5.0, DirectNetwork(""), before, weights).tensors.keys() == tensors.keys()
+    assert fetch_snapshot(server.address, LIMIT_S, DirectNetwork(""), before, weights).tensors.keys() == tensors.keys()
 
 
 def test_idle_connections_make_few_threads_and_hinder_no_query(server):
     before = threading.active_count()
     with ExitStack() as stack:
         for _ in range(600):
-            stack.enter_context(socket.create_connection(server.address.rsplit(":", 1), timeout=5.0))
+            stack.enter_context(socket.create_connection(server.address.rsplit(":", 1), timeout=LIMIT_S))
             assert threading.active_count() - before <= snapshot_server.MAX_WITHOUT_QUERY + 50  # closed ones end in a moment
-        assert query_status("a", server.address, 5.0) == STATUS
+        assert query_status("a", server.address, LIMIT_S) == STATUS
 
 
 def test_a_connection_that_gets_no_thread_is_closed_and_the_next_one_is_served(server, monkeypatch):
@@ -280,13 +280,13 @@ def test_a_connection_that_gets_no_thread_is_closed_and_the_next_one_is_served(s
         server.adopt(adopted)
         assert client.recv(1) == b""
     assert (server._server._open, [*server._server._without_query]) == (0, [])
-    assert query_status("a", server.address, 5.0) == STATUS
+    assert query_status("a", server.address, LIMIT_S) == STATUS
 
 
 def test_a_connection_beyond_the_limit_is_closed(server, monkeypatch):
     monkeypatch.setattr(snapshot_server, "MAX_CONNECTIONS", 1)
     server.publish(Snapshot({}, {"weights": torch.ones(20_000_000)}))  # more than any socket holds
-    with socket.create_connection(server.address.rsplit(":", 1), timeout=5.0) as reader:
+    with socket.create_connection(server.address.rsplit(":", 1), timeout=LIMIT_S) as reader:
         reader.sendall(b"snapshot\n")
         assert reader.recv(1)
-        assert query_status("a", server.address, 5.0) is None
+        assert query_status("a", server.address, LIMIT_S) is None

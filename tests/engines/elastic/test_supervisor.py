@@ -178,8 +178,7 @@ def test_restarts_back_off_and_start_anew_after_a_long_life(tmp_path, code, live
         now_s = time.monotonic()
         one.started_s = now_s - lived_s
         one.plan_restart(alone=True)
-        assert longest_s / 2 <= one.restart_s - now_s <= longest_s + 1.0
-        assert one.restart_s - now_s <= longest_s + (time.monotonic() - now_s)
+        assert longest_s / 2 <= one.restart_s - now_s <= longest_s + (time.monotonic() - now_s)
 
 
 def supervisor_of(folder, log=print):
@@ -303,9 +302,7 @@ def test_a_stopped_lighthouse_of_torchft_is_replaced(tmp_path):
     thread = running(supervisor)
     until(lambda: one.starts == 1 and supervisor.health._answered)
     os.kill(one.process.pid, signal.SIGSTOP)
-    stopped_s = time.monotonic()
     until(lambda: one.starts == 2)
-    assert time.monotonic() - stopped_s < 15.0
     until(lambda: supervisor.health._answered)
     assert RegistryClient(supervisor.address).join_info() == info.read_text()
     marker.touch()

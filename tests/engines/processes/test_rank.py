@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -16,6 +17,7 @@ from atoll.algorithms.zero import FSDP
 from atoll.core.errors import AtollError, CheckpointError, ConfigError, ExchangeFailed
 from atoll.core.events import Saved
 from atoll.core.serialization import load_tree
+from atoll.engines import liveness
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.processes.rank import (
     RankDriver,
@@ -23,6 +25,7 @@ from atoll.engines.processes.rank import (
     _publish_plan,
     _read_plan,
     _sharded_model,
+    open_rank_log,
     rank_log_path,
 )
 from atoll.engines.processes.spec import Processes
@@ -135,6 +138,37 @@ def test_rank_0_broadcasts_a_warm_start_once_and_not_to_a_run_that_resumes_from_
     assert "rank 0 broadcast its weights" in begun
     assert "saved round" in log
     assert "broadcast" not in log + also
+
+
+class Talkative:
+    """A sink that prints at each checkpoint, as a library does that knows no log."""
+
+    def emit(self, event):
+        if isinstance(event, Saved):
+            os.write(1, b"%d" % event.round + b"." * 200 + b"\n")
+
+
+def talking(group, folder):
+    """This rank's part of the run, with its log open and rotated as soon as it has a line."""
+    world = context_of(group)
+    task = RunTask(run=fitted(small(), world.size), spec=Processes(), folder=RunFolder(folder), sinks=[Talkative()])
+    with pytest.MonkeyPatch.context() as patched, open_rank_log(folder, world.rank) as log:
+        patched.setattr(liveness, "LOG_LIMIT_BYTES", 100)
+        RankDriver(task, task.spec, world, "cpu", log, ExchangeTimeout(20.0)).carry_out()
+        log("finished")
+    world.heartbeat.close()
+
+
+def test_a_rank_rotates_its_log_and_what_it_prints_after_each_checkpoint(four, tmp_path):
+    folder = create(small(), 2, tmp_path / "run")
+    four.run(talking, folder, size=2)
+    log = rank_log_path(folder, 1)
+    newest_first = [log.with_name(f"{log.name}.{number}").read_text() for number in (1, 2, 3)]
+    assert [re.findall(r"^(\d+)\.{200}$", text, flags=re.MULTILINE) for text in newest_first] == [["5"], ["4"], ["3"]]
+    assert [re.findall(r"saved round (\d+)", text) for text in newest_first] == [["5"], ["4"], ["3"]]
+    assert log.read_text().endswith(" finished\n")
+    assert len(log.read_text().splitlines()) == 1
+    assert rank_log_path(folder, 0).with_name("rank-0.log.3").exists()
 
 
 # ----------------------------------------------------------------------------------------------- in a process of its own

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from threading import Condition
@@ -129,16 +130,19 @@ def test_rounds_after_a_checkpoint_are_counted_without_a_truncated_last_line(tmp
 
 
 def test_a_hub_waits_until_the_former_hub_has_ended(tmp_path):
-    before = os.open(tmp_path / "hub.lock", os.O_WRONLY | os.O_CREAT)
+    before, log = os.open(tmp_path / "hub.lock", os.O_WRONLY | os.O_CREAT), tmp_path / "logs" / "hub.log"
     fcntl.flock(before, fcntl.LOCK_EX)
     waiting = threading.Thread(target=lambda: os.close(lock_folder(tmp_path, partial(log_line, tmp_path))))
     waiting.start()
-    waiting.join(0.05)
+    deadline_s = time.monotonic() + 20.0
+    while not log.exists() or "waiting for the hub of an earlier command" not in log.read_text():
+        assert waiting.is_alive()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
     assert waiting.is_alive()
     os.close(before)
     waiting.join(20)
     assert not waiting.is_alive()
-    assert "waiting for the hub of an earlier command" in (tmp_path / "logs" / "hub.log").read_text()
 
 
 def test_a_hub_continues_if_its_log_cannot_be_written(tmp_path):

@@ -339,6 +339,7 @@ class RankDriver(Driver[ProcessEngine]):
     def write_checkpoint(self, engine: ProcessEngine, metadata: Mapping[str, Any]) -> None:
         self._sharded.save(engine.round, engine.parts(), {**metadata, "engine": engine.metadata()})
         self._log(f"saved round {engine.round}; an exchange may take {self._limit.timeout_s:g} s")
+        rotate_log(rank_log_path(self.folder.path, self._context.rank), in_use=True)
 
 
 def _sharded_model(run: Run, workload: Workload, loss: Loss, mesh: DeviceMesh, device: str, rank: int) -> ShardedModel:
