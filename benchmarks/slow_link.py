@@ -234,7 +234,7 @@ def _keys(size: Size, rates: Sequence[float | None], methods: Sequence[str]) -> 
 
 def method_cell(islands: Sequence[NetworkNamespace], size: Size, method: str, rate: float | None) -> dict[str, Any]:
     """One method at one rate."""
-    found = _both(islands, size.spec(islands, [method], size.turns(method, rate), rate), rate)
+    found = both(islands, size.spec(islands, [method], size.turns(method, rate), rate), rate)
     if "error" in found[0]:
         return {"error": found[0]["error"]}
     turns = [each["rounds"][method] for each in found]
@@ -273,7 +273,7 @@ def crossover_cell(islands: Sequence[NetworkNamespace], size: Size) -> dict[str,
         rate *= 2 * exchange_s / step_s
     methods = ["atoll ACCO", RIVAL]
     spec = replace(base, methods=methods, rounds=2, turns=1 if size.few else 8, exchanges=2)
-    found = _both(islands, spec, rate)
+    found = both(islands, spec, rate)
     if "error" in found[0]:
         return {"error": found[0]["error"]}
     rounds = {name: [[s for turn in each["rounds"][name] for s in turn["round_s"]] for each in found] for name in methods}
@@ -290,13 +290,13 @@ def crossover_cell(islands: Sequence[NetworkNamespace], size: Size) -> dict[str,
 
 def _alone(islands: Sequence[NetworkNamespace], spec: Spec, rate: float) -> tuple[float, float]:
     """Seconds of a step alone, and of an exchange alone."""
-    found = _both(islands, spec, rate)
+    found = both(islands, spec, rate)
     if "error" in found[0]:
         raise AtollError(f"the exchange of two islands at {rate:g} Mbit/s failed: {found[0]['error']}.")
     return slower_median([each["alone_s"] for each in found]), slower_median([each["exchange_s"] for each in found])
 
 
-def _both(islands: Sequence[NetworkNamespace], spec: Spec, rate: float | None) -> list[dict[str, Any]]:
+def both(islands: Sequence[NetworkNamespace], spec: Spec, rate: float | None) -> list[dict[str, Any]]:
     """The results of both islands at this rate."""
     for island in islands:
         island.shape(rate)
