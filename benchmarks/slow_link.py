@@ -256,7 +256,7 @@ def method_cell(islands: Sequence[NetworkNamespace], size: Size, method: str, ra
         algorithm = DDP(buckets=buckets) if method == BUCKETED else ALGORITHMS[OURS[method]](size.inner_steps)
         measured = {"step_s": cell["step_s"], "mbit_per_s": line["mbit_per_s"], "latency_s": line["latency_s"]}
         prediction = predicted(algorithm, params=size.params, **measured)
-        cell["predicted_s"] = prediction.round_s
+        cell |= {"predicted_s": prediction.round_s, "busiest_second_bytes": prediction.busiest_second_bytes}
         if method in OURS:
             cell["formula_bytes"] = [prediction.sent_bytes] * len(islands)
     return cell

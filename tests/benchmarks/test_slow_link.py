@@ -78,6 +78,8 @@ def test_predictions_equal_the_formulas(b):
     expected = {"DDP": 0.5 + exchange_s, "ZeRO-1": 0.5 + exchange_s, "DiLoCo": 10 + exchange_s, "ACCO": 2 * exchange_s}
     expected |= {"DiLoCo, int4": 10 + 2 * (0.25 + int4_bytes * 8 / 0.064e6), "streaming": 10, "streaming, int4": 10}
     assert {name: each.round_s for name, each in found.items()} == pytest.approx(expected)
+    peaks = {name: each.busiest_second_bytes for name, each in found.items()}
+    assert [peaks["DiLoCo"], peaks["DiLoCo, int4"], peaks["streaming"]] == pytest.approx([4000, 2 * int4_bytes, 4 * 167])
     assert [found[name].sent_bytes for name in ("DDP", "ACCO", "DiLoCo, int4")] == [4016, 8032, 2 * int4_bytes + 16]
 
 
