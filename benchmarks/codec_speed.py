@@ -3,7 +3,7 @@
     python benchmarks/codec_speed.py              20M values: half a minute
     python benchmarks/codec_speed.py --quick      smoke test at small sizes
 
-Each codec encodes a buffer of normal values, decodes it, and computes what was left out, beside one copy of the buffer. Codecs
+Each codec encodes a buffer of normal values and decodes it, beside one copy of the buffer. Codecs
 alternate, repetition by repetition; figures are medians. Needs an idle machine.
 """
 

@@ -234,7 +234,7 @@ def _keys(size: Size, rates: Sequence[float | None], methods: Sequence[str]) -> 
 
 def method_cell(islands: Sequence[NetworkNamespace], size: Size, method: str, rate: float | None) -> dict[str, Any]:
     """One method at one rate."""
-    found = _both(islands, size.spec(islands, [method], size.turns(method, rate), rate), rate)
+    found = both(islands, size.spec(islands, [method], size.turns(method, rate), rate), rate)
     if "error" in found[0]:
         return {"error": found[0]["error"]}
     turns = [each["rounds"][method] for each in found]
@@ -256,7 +256,7 @@ def method_cell(islands: Sequence[NetworkNamespace], size: Size, method: str, ra
         algorithm = DDP(buckets=buckets) if method == BUCKETED else ALGORITHMS[OURS[method]](size.inner_steps)
         measured = {"step_s": cell["step_s"], "mbit_per_s": line["mbit_per_s"], "latency_s": line["latency_s"]}
         prediction = predicted(algorithm, params=size.params, **measured)
-        cell["predicted_s"] = prediction.round_s
+        cell |= {"predicted_s": prediction.round_s, "busiest_second_bytes": prediction.busiest_second_bytes}
         if method in OURS:
             cell["formula_bytes"] = [prediction.sent_bytes] * len(islands)
     return cell
@@ -273,7 +273,7 @@ def crossover_cell(islands: Sequence[NetworkNamespace], size: Size) -> dict[str,
         rate *= 2 * exchange_s / step_s
     methods = ["atoll ACCO", RIVAL]
     spec = replace(base, methods=methods, rounds=2, turns=1 if size.few else 8, exchanges=2)
-    found = _both(islands, spec, rate)
+    found = both(islands, spec, rate)
     if "error" in found[0]:
         return {"error": found[0]["error"]}
     rounds = {name: [[s for turn in each["rounds"][name] for s in turn["round_s"]] for each in found] for name in methods}
@@ -290,13 +290,13 @@ def crossover_cell(islands: Sequence[NetworkNamespace], size: Size) -> dict[str,
 
 def _alone(islands: Sequence[NetworkNamespace], spec: Spec, rate: float) -> tuple[float, float]:
     """Seconds of a step alone, and of an exchange alone."""
-    found = _both(islands, spec, rate)
+    found = both(islands, spec, rate)
     if "error" in found[0]:
         raise AtollError(f"the exchange of two islands at {rate:g} Mbit/s failed: {found[0]['error']}.")
     return slower_median([each["alone_s"] for each in found]), slower_median([each["exchange_s"] for each in found])
 
 
-def _both(islands: Sequence[NetworkNamespace], spec: Spec, rate: float | None) -> list[dict[str, Any]]:
+def both(islands: Sequence[NetworkNamespace], spec: Spec, rate: float | None) -> list[dict[str, Any]]:
     """The results of both islands at this rate."""
     for island in islands:
         island.shape(rate)

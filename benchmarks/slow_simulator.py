@@ -69,6 +69,7 @@ class Prediction(NamedTuple):
 
     round_s: float
     sent_bytes: float  # by an island, with control bytes
+    busiest_second_bytes: float  # payload
 
 
 def predicted(algorithm: Algorithm[Any], *, params: int, step_s: float, mbit_per_s: float, latency_s: float) -> Prediction:
@@ -81,4 +82,5 @@ def predicted(algorithm: Algorithm[Any], *, params: int, step_s: float, mbit_per
     rounds = last.round - first.round
     sent = last.sent_bytes_per_island - first.sent_bytes_per_island
     control = done.finished.control_bytes_per_island / done.finished.rounds
-    return Prediction(float(last.virtual_time_s - first.virtual_time_s) / rounds, sent / rounds + control)
+    round_s = float(last.virtual_time_s - first.virtual_time_s) / rounds
+    return Prediction(round_s, sent / rounds + control, float(done.finished.busiest_second_bytes or 0))

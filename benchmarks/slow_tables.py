@@ -149,15 +149,18 @@ def rates_section(rows: Sequence[Cell], params: int, inner_steps: int) -> str:
         f"Times are in seconds. Utilisation: the time of an inner step alone over its time here. Bytes: payload that islands sent "
         f"over the formula's (DDP and ZeRO-1 {human_bytes(4 * params)} per step, DiLoCo as much per round, ACCO twice as much per "
         f"update; a codec's exact count; and 8 bytes for each control number). Predicted: the simulator's time of a round over "
-        f"the measured one. Streaming: {FRAGMENTS} fragments, overlap {OVERLAP}, mixing {MIXING:g}. Of rows with `bytes` only the "
-        f"bytes count: they exchange after every step."
+        f"the measured one. Busiest second: the most payload of an island within any second, as the simulator has it from the "
+        f"same step time and link. Streaming: {FRAGMENTS} fragments, overlap {OVERLAP}, mixing {MIXING:g}. Of rows with "
+        f"`bytes` only the bytes count: they exchange after every step."
     ]
     for rate in dict.fromkeys(cell["rate"] for cell in rows):
         here = [cell for cell in rows if cell["rate"] == rate]
         lines = [cell["line"] for cell in here if "line" in cell]
         carries = f", measured payload {fmean(line['mbit_per_s'] for line in lines):.4g}" if lines else ""
         title = "Unshaped" if rate is None else _rate(rate)
-        table = markdown_table(["", "inner step", "alone", "utilisation", "bytes", "predicted"], [_row(cell) for cell in here])
+        table = markdown_table(
+            ["", "inner step", "alone", "utilisation", "bytes", "predicted", "busiest second"], [_row(cell) for cell in here]
+        )
         parts.append(f"**{title}{carries if rate is not None else ''}**\n\n{table}")
     return "\n\n".join(parts)
 
@@ -168,7 +171,7 @@ def _rate(rate: float | None) -> str:
 
 def _row(cell: Cell) -> list[str]:
     if "error" in cell:
-        return [f"{cell['method']}: failed, {cell['error']}", *["-"] * 5]
+        return [f"{cell['method']}: failed, {cell['error']}", *["-"] * 6]
     step_s = cell["round_s"] / cell["steps"]
     predicted = f"{against(cell):.3f}" if "predicted_s" in cell and cell["rate"] is not None else "-"
     return [
@@ -178,6 +181,7 @@ def _row(cell: Cell) -> list[str]:
         human_percent(busy(cell, cell["round_s"])),
         f"{over_formula(cell):.3f}",
         predicted,
+        human_bytes(cell["busiest_second_bytes"]) if "busiest_second_bytes" in cell and cell["rate"] is not None else "-",
     ]
 
 

@@ -255,7 +255,7 @@ def test_tables_between_markers_are_those_of_the_record(page):
             assert row in text, f"{page}.md lacks a line of {record}: {row}"
 
 
-@pytest.mark.parametrize("page", ["streaming", "codecs", "muon"])
+@pytest.mark.parametrize("page", ["streaming", "eager_updates", "codecs", "sparseloco", "muon"])
 def test_rows_of_a_measured_table_are_those_of_the_record(page):
     text = text_of(page)
     (record,) = re.findall(r"\[The record\]\(\.\./benchmarks/records/([\w-]+)/", text)

@@ -1,6 +1,7 @@
 """Slow links: a smoke test where network namespaces are available, predictions and verdicts."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,25 @@ def test_slow_link_measures_rate_bytes_and_time(b, lines_of, namespaces, tmp_pat
     assert "payload on the wire" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_payload_of_every_codec_at_full_size_is_the_formulas(b, namespaces):
+    size = b.slow_link.Size()
+    methods = [method for method in b.slow_link.METHODS if b.slow_link.is_bytes(method)]
+    assert len(methods) == len(b.codec_speed.CODECS)
+    with namespaces.linked_pair() as islands:
+        for island in islands:
+            island.keep_from_resending()
+        spec = replace(size.spec(islands, methods, (1, 2), None), batch_size=1, alone_steps=1, transfer_bytes=0)
+        found = b.slow_link.both(islands, spec, None)
+    assert [each.get("error") for each in found] == [None, None]
+    for method in methods:
+        algorithm = b.slow_atoll.ALGORITHMS[b.slow_worker.OURS[method]](size.inner_steps)
+        predicted = b.slow_simulator.predicted(algorithm, params=size.params, step_s=1.0, mbit_per_s=100.0, latency_s=0.0)
+        for each in found:
+            (turn,) = each["rounds"][method]
+            assert turn["payload_bytes"] == pytest.approx(predicted.sent_bytes, rel=b.slow_tables.BYTES_WITHIN), method
+
+
 def test_without_namespaces_the_benchmark_gives_the_reason_and_writes_no_record(b, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(b.slow_link, "unavailable_reason", lambda: "only root may make network namespaces")
     b.slow_link.main(["--record", str(tmp_path / "none")])
@@ -58,6 +78,8 @@ def test_predictions_equal_the_formulas(b):
     expected = {"DDP": 0.5 + exchange_s, "ZeRO-1": 0.5 + exchange_s, "DiLoCo": 10 + exchange_s, "ACCO": 2 * exchange_s}
     expected |= {"DiLoCo, int4": 10 + 2 * (0.25 + int4_bytes * 8 / 0.064e6), "streaming": 10, "streaming, int4": 10}
     assert {name: each.round_s for name, each in found.items()} == pytest.approx(expected)
+    peaks = {name: each.busiest_second_bytes for name, each in found.items()}
+    assert [peaks["DiLoCo"], peaks["DiLoCo, int4"], peaks["streaming"]] == pytest.approx([4000, 2 * int4_bytes, 4 * 167])
     assert [found[name].sent_bytes for name in ("DDP", "ACCO", "DiLoCo, int4")] == [4016, 8032, 2 * int4_bytes + 16]
 
 

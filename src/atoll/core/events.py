@@ -404,7 +404,7 @@ class RunFinished(Timed):
     digest: str  # of the global weights
     inside_bytes_per_device: float | None = None  # payload over links inside islands, mean over devices; None without such links
     inside_dropped_tokens: int | None = None  # of pending gradients that a device dropped when its island received other weights
-    busiest_second_bytes: float | None = None  # payload that an island sent in one second of the run's clock, at most
+    busiest_second_bytes: float | None = None  # payload that an island sent, or got from a hub, within any second, at most
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import combinations
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
@@ -71,6 +71,51 @@ class ComputeSpan(NamedTuple):
         return fmean(self.losses)
 
 
+_RESOLUTION_S = 1 / 1024
+"""Transfers that begin within this time of each other count as one, so that a second has at most about so many."""
+
+
+@dataclass
+class BusiestSecond:
+    """The most payload that crossed a link in one direction within any second. Transfers follow each other, each at an even rate.
+
+    The bytes of a window of one second change linearly while the window moves, so they are greatest where it begins with a transfer
+    or ends with one.
+    """
+
+    num_bytes: float = 0.0
+    recent: list[list[float]] = field(default_factory=list)
+    """The start, the end and the bytes of each transfer of the last second."""
+
+    def add(self, num_bytes: float, start_s: float, end_s: float) -> None:
+        start_s = max(start_s, self.recent[-1][1]) if self.recent else start_s
+        end_s = max(start_s, end_s)
+        if self.recent and start_s - self.recent[-1][0] < _RESOLUTION_S:
+            self.recent[-1][1:] = end_s, self.recent[-1][2] + num_bytes
+        else:
+            self.recent.append([start_s, end_s, num_bytes])
+        begins = [begin_s for begin_s, *_ in self.recent if start_s < begin_s + 1 <= end_s]
+        windows = [self._within(end_s - 1), *(self._within(begin_s, with_start=True) for begin_s in begins)]
+        self.num_bytes = max(self.num_bytes, *windows)
+        self.recent = [each for each in self.recent if each[1] > end_s - 1]
+
+    @staticmethod
+    def of(num_bytes: float, recent: Iterable[Iterable[float]]) -> BusiestSecond:
+        """From what a checkpoint or another island's snapshot has, whose ledgers no digest covers."""
+        transfers = [(float(start_s), float(end_s), float(each)) for start_s, end_s, each in recent]
+        return BusiestSecond(float(num_bytes), [list(each) for each in transfers])
+
+    def _within(self, begin_s: float, *, with_start: bool = False) -> float:
+        """The bytes of the second that begins then: it has its first moment, or its last."""
+        total = 0.0
+        for start_s, end_s, num_bytes in self.recent:
+            if start_s < end_s:
+                total += num_bytes * max(0.0, min(end_s, begin_s + 1) - max(start_s, begin_s)) / (end_s - start_s)
+            elif begin_s <= start_s < begin_s + 1 if with_start else begin_s < start_s <= begin_s + 1:
+                total += num_bytes
+        return total
+
+
 @dataclass
 class Ledger:
     """The account of one island, kept while it is absent; or of one device of an island, whose bytes stay inside the island."""
@@ -81,37 +126,34 @@ class Ledger:
     present_s: float = 0.0
     spans: int = 0
     """Compute spans so far."""
-    busiest_second_bytes: float = 0.0
-    """Payload that left in one second of the run's clock, at most. A donor's transfers are not in it."""
-    second: int = 0
-    """The last second in which payload left."""
-    second_bytes: float = 0.0
+    sending: BusiestSecond = field(default_factory=BusiestSecond)
+    """Of payload. A donor's transfers are not in it."""
+    pulling: BusiestSecond = field(default_factory=BusiestSecond)
+    """Of what a hub sent to this worker."""
 
     @property
     def utilisation(self) -> float:
         return self.computed_s / self.present_s if self.present_s else 0.0
 
+    @property
+    def busiest_second_bytes(self) -> float:
+        return max(self.sending.num_bytes, self.pulling.num_bytes)
+
     def add_bytes(self, payload_bytes: int, control_bytes: int, start_s: float | None = None, end_s: float = 0.0) -> None:
         """Bytes that left evenly between these times. An island's exchanges follow each other."""
         self.sent_bytes += payload_bytes
         self.control_bytes += control_bytes
-        if start_s is None or not payload_bytes:
-            return
-        first, last = math.floor(start_s), math.floor(end_s)
-        if first >= last:
-            self._add_in_second(last, payload_bytes)
-            return
-        rate = payload_bytes / (end_s - start_s)
-        self._add_in_second(first, rate * (first + 1 - start_s))
-        if first + 1 < last:
-            self._add_in_second(last - 1, rate)  # as in each of the whole seconds before
-        self._add_in_second(last, rate * (end_s - last))
+        if start_s is not None and payload_bytes:
+            self.sending.add(payload_bytes, start_s, end_s)
 
-    def _add_in_second(self, second: int, num_bytes: float) -> None:
-        if second > self.second:
-            self.second, self.second_bytes = second, 0.0
-        self.second_bytes += num_bytes
-        self.busiest_second_bytes = max(self.busiest_second_bytes, self.second_bytes)
+    @staticmethod
+    def of(parts: Mapping[str, Any]) -> Ledger:
+        """What `asdict` has made a mapping of. Those of older versions counted seconds of the clock."""
+        plain: dict[str, Any] = {f.name: parts[f.name] for f in fields(Ledger) if not isinstance(f.default_factory, type)}
+        before = {"num_bytes": parts.get("busiest_second_bytes", 0.0), "recent": []}
+        directions = {name: parts.get(name, before) for name in ("sending", "pulling")}
+        plain |= {name: BusiestSecond.of(**each) for name, each in directions.items()}
+        return Ledger(**plain)
 
 
 @dataclass
@@ -363,12 +405,14 @@ class RunAccounting:
 
     def from_parts(self, parts: Mapping[str, Any]) -> None:
         self.totals = Totals(**parts["totals"])
-        self.ledgers = [Ledger(**ledger) for ledger in parts["ledgers"]]
-        self.device_ledgers = [[Ledger(**ledger) for ledger in devices] for devices in parts["device_ledgers"]]
+        self.ledgers = [Ledger.of(ledger) for ledger in parts["ledgers"]]
+        self.device_ledgers = [[Ledger.of(ledger) for ledger in devices] for devices in parts["device_ledgers"]]
 
     # ------------------------------------------------------------------------------------------------------------------ a hub
 
     def dispatched(self, dispatch: Dispatch, begin_s: float, sent_bytes: int, *, devices: int = 1) -> ev.Dispatched:
+        """Accounts what the hub sent to a worker, which began its round at `begin_s`."""
+        self.ledgers[dispatch.worker].pulling.add(sent_bytes, dispatch.time_s, begin_s)
         return ev.Dispatched(
             **_worker_round(dispatch),
             version=dispatch.version,

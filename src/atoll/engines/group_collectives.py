@@ -11,6 +11,7 @@ One thread at a time uses a `GroupCollectives`. Ranks may leave: the others go o
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from torch import Tensor
 from atoll.core.errors import ExchangeFailed
 from atoll.core.flat_tree import Tree, empty
 from atoll.core.layout import Layout, shard_range
-from atoll.core.protocols import Encoding
+from atoll.core.protocols import Codec, Encoding
 from atoll.engines.chunk_reduction import EncodedPart, add_inner_products, encoded_slices, nothing, weighted_sum
 from atoll.engines.liveness import FailureAttribution
 from atoll.engines.point_to_point import BatchTransport, Group, PeerUnreachable, transport_for
@@ -34,6 +35,8 @@ T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
 """gloo moves larger messages one way at a time, and messages of this size both ways at once. Between two ranks a chunk is twice as
 large, since each rank receives from one other only."""
+ENCODED_BYTES = 1 << 16
+"""The least bytes of an encoded chunk. gloo adds some 170 bytes to each message, which are 0.3 % of these."""
 CHUNKS_IN_FLIGHT = 4
 MAX_TEXT_BYTES = 1 << 24
 """Of one rank's text, whose length the rank announces itself."""
@@ -210,7 +213,7 @@ class GroupCollectives:
         """
         part = EncodedPart(self.rank, flat, torch.empty_like(flat), weights, encoding, inner_products)
         gathers, others = encoding.codec.gathers, self._others()
-        chunks = [self._encoded_chunks(*whole) for whole in encoded_slices(encoding.codec, flat.numel(), self.size)]
+        chunks = [self._encoded_chunks(encoding.codec, *span) for span in encoded_slices(encoding.codec, flat.numel(), self.size)]
 
         def spans(number: int) -> dict[int, tuple[int, int]]:
             return {rank: chunks[rank][number] for rank in range(self.size) if number < len(chunks[rank])}
@@ -260,9 +263,11 @@ class GroupCollectives:
         self.sent_bytes += sum(data.numel() for data in sends.values())
         return self._post(sends, receives)
 
-    def _encoded_chunks(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Chunks of whole windows, so that their bytes do not depend on where a slice is cut."""
-        length = max(1, self._chunk_bytes // (4 * WINDOW)) * WINDOW
+    def _encoded_chunks(self, codec: Codec, start: int, stop: int) -> list[tuple[int, int]]:
+        """Chunks of whole windows, so that their bytes do not depend on where a slice is cut. A chunk of a short code has more
+        values, so that the headers of messages do not count."""
+        least = math.ceil(min(ENCODED_BYTES, self._chunk_bytes) / codec.nbytes(WINDOW))
+        length = max(1, self._chunk_bytes // (4 * WINDOW), least) * WINDOW
         return [(at, min(at + length, stop)) for at in range(start, stop, length)]
 
     def all_gather(self, whole: Tensor, on_chunk: Callable[[int, Tensor], object] | None = None) -> None:

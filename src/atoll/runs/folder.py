@@ -171,6 +171,7 @@ class RunFolder:
     events = _File("events.jsonl")
     timing = _File("timing.jsonl")
     checkpoints = _File("checkpoints")
+    error_buffers = _File("error_buffers")
     warm_start = _File("warm_start.safetensors")
     final = _File("final.safetensors")
     final_buffers = _File("final_buffers.safetensors")

@@ -10,9 +10,12 @@ from atoll.algorithms.streaming import Streaming
 from atoll.core.events import Attended, Exchanged, IslandJoined, Leased, Refused, RunFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.serialization import load_tree
+from atoll.engines.checkpoints import Checkpoints
+from atoll.engines.elastic.error_buffers import ErrorBufferFiles
 from atoll.engines.elastic.spec import Elastic, island_name
 from atoll.engines.run_lifecycle import run as simulate
 from atoll.optim.sgd import SGD
+from atoll.runs.folder import RunFolder
 from atoll.testing.chaos.faults import UpdateFault
 from atoll.testing.chaos.reports import exactly_once_violations
 
@@ -207,12 +210,55 @@ def test_a_joiner_between_two_fragments_fetches_the_current_ones_and_observes_th
     check_digests(live)
 
 
+def test_a_run_with_error_feedback_that_is_resumed_has_the_weights_of_one_without_a_break(tmp_path, threaded, toy):
+    run = of(toy, 2, TOP_K, "train.steps=16", "train.fresh_optimizer=true")
+    live = threaded(run, Elastic(processes=2))
+    for thread in live.start("island-0000", "island-0001", dies_after=5):
+        thread.join(60.0)
+    live.finish(live.start("island-0000", "island-0001"))
+    assert {text for text in live.logged if "error buffers" in text} == {
+        f"{name} continues with its error buffers of round 4" for name in ("island-0000", "island-0001")
+    }
+    assert load_tree(live.folder / "final.safetensors").equal(simulate(run, out=tmp_path / "sim").params)
+
+
+def test_error_buffers_of_another_state_or_a_damaged_file_are_not_used(threaded, toy):
+    live = threaded(of(toy, 1, TOP_K), Elastic(processes=1))
+    live.finish(live.start("island-0000"))
+    (island, engine), logged = ((one := live.one_island()), one._engine), []
+    folder = RunFolder(live.folder)
+    checkpoint = Checkpoints(folder.checkpoints, keep=2).newest()
+    files = Checkpoints(folder.error_buffers / "island-0000", keep=2)
+    assert files.rounds()[-1] == checkpoint.round
+
+    def restored():
+        ErrorBufferFiles(files, 4, logged.append).restore(engine)
+        found, engine.state = engine.residuals()["unsent"], replace(engine.state, unsent=None)
+        return found is not None, len(logged)
+
+    assert restored() == (False, 0), "the run's first weights"
+    island._recovery.restore_checkpoint(engine, checkpoint)
+    assert restored() == (True, 1)
+    first = engine.params.flat[0].item()
+    engine.params.flat[0] += 1.0
+    assert restored() == (False, 1), "another attempt at the same round"
+    engine.params.flat[0] = first
+    (path,) = files.at(checkpoint.round).path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert restored() == (False, 2), "damaged"
+    assert "does not match its digest" in logged[-1]
+    island.close(wait=False)
+
+
 def test_a_run_whose_islands_all_died_between_two_fragments_continues_from_its_newest_checkpoint(threaded, toy):
-    live = threaded(of(toy, 2, FOUR_BITS, "train.steps=16"), Elastic(processes=2))
+    live, begun = threaded(of(toy, 2, FOUR_BITS, "train.steps=16"), Elastic(processes=2)), []
+    record_rounds(live, "island-0001", begun)
     for thread in live.start("island-0000", "island-0001", dies_after=5):
         thread.join(60.0)
     assert [event.round for event in live.events(Attended)][:4] == [1, 2, 3, 4]
     live.finish(live.start("island-0000", "island-0001"))
+    before, after = begun[2:4]  # rounds of two commits each
+    assert [one.equal(two) for one, two in zip(before.unsent, after.unsent, strict=True)] == [True, True]
     assert any(text.endswith("from its checkpoint") for text in live.logged)
     assert [event.round for event in live.events(Attended)] == list(range(1, 9))
     assert not exactly_once_violations(live.events(Leased))

@@ -339,6 +339,14 @@ class ElasticEngine:
         """The algorithm's shared fields."""
         return shared_fields(self.state)
 
+    def residuals(self) -> dict[str, Any]:
+        """This island's error buffers, as of the last commit."""
+        return residuals(self.state)
+
+    def set_residuals(self, found: Mapping[str, Any]) -> None:
+        """Continue with error buffers that were saved with this state."""
+        self.state = replace(self.state, **trees_to_device(dict(found), self.replica.device))
+
     def restore(
         self,
         metadata: Mapping[str, Any],

@@ -20,10 +20,12 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
 from atoll.core.serialization import load_tree, pack, unpack
 from atoll.core.verified_files import expanded
+from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.elastic.commit import StaleState
 from atoll.engines.elastic.commit_log import CommitLog, CommitRecord
 from atoll.engines.elastic.direct_network import QUERY_S, DirectNetwork
 from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
+from atoll.engines.elastic.error_buffers import ErrorBufferFiles
 from atoll.engines.elastic.gateway_protocol import wire_version
 from atoll.engines.elastic.gpu_claims import claim_devices, island_number
 from atoll.engines.elastic.leader_event_log import WARNING, LeaderLog, RunAlreadyFinished
@@ -147,6 +149,10 @@ class IslandProcess:
 
         self._make_leader_log = leader_log
         self._leader_log = leader_log(folder) if folder is not None else None
+        self._error_buffers: ErrorBufferFiles | None = None
+        if folder is not None:
+            files = Checkpoints(folder.error_buffers / self._name, keep=run.keep.checkpoints)
+            self._error_buffers = ErrorBufferFiles(files, run.keep.save_every, self._log)
         self._origin: dict[str, str | None] = {
             **prepared.origin,
             "atoll": wire_version(),
@@ -219,6 +225,8 @@ class IslandProcess:
         if self._leader_log is not None:
             self._learn_warm_start(self._leader_log)
         self._log(f"{self._name} begins with {source}")
+        if self._error_buffers is not None:
+            self._error_buffers.restore(self._engine)
         self._sink.emit(Progress(phase="training", done=self._engine.steps_taken, total=self._run.train.steps))
         self._publish()
         self._wait_for_links(_FIRST_PROBES_S)
@@ -268,6 +276,8 @@ class IslandProcess:
             self._loss = event.loss if isinstance(event, RoundFinished) else self._loss
         if self._leader_log is not None:
             self._leader_log.append(engine, committed)
+        if self._error_buffers is not None:
+            self._error_buffers.save_if_due(engine)
         if not self._server.has_readers:
             engine.reclaim(committed)
 
