@@ -61,7 +61,7 @@ QUICK = Plan(
 
 def groups(plan: Plan) -> list[Group]:
     """All ablations."""
-    parts = (_lengths, _counts, _partitions, _outer_rules, _drops, pools, pruning, _warm_starts, _alone, _sizes, _baselines)
+    parts = (_lengths, _counts, _partitions, _outer_rules, _decay, _drops, pools, pruning, _warm_starts, _alone, _sizes, _baselines)
     return [part(plan) for part in parts]
 
 
@@ -120,6 +120,16 @@ def _outer_rules(plan: Plan) -> Group:
         note="Learning rate, then momentum. SGD with a rate of 1 is Federated Averaging. The paper has Nesterov with 0.7 and 0.9 "
         "for 128 rounds; in few rounds a momentum of 0.9 is still building up when the run ends.",
         rows={name: plan.row(name, f"algorithm.outer={rule}") for name, rule in rules.items()},
+    )
+
+
+def _decay(plan: Plan) -> Group:
+    decayed = f"algorithm.outer.lr=Cosine(lr=0.9,steps={plan.steps // plan.inner_steps})"
+    return Group(
+        name="decay",
+        title="The outer rate over the run",
+        note="Constant, or down to 0 by a cosine over all rounds.",
+        rows={DEFAULT: default_row(plan), "outer cosine": plan.row("outer cosine", decayed)},
     )
 
 

@@ -71,7 +71,11 @@ class Record:
     def add(self, key: str, cell: Mapping[str, Any]) -> dict[str, Any]:
         """Appends a finished cell and syncs it to disk."""
         self._write_source()
-        line = json.dumps({"key": key, **cell}, allow_nan=False)
+        return self.copy({"key": key, **cell})
+
+    def copy(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """Appends a cell that another record has: this process has not measured it."""
+        key, line = cell["key"], json.dumps(cell, allow_nan=False)
         with (self.path / "cells.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
@@ -170,7 +174,9 @@ def script(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def benchmark_parser(doc: str | None, name: str, *, page: str = "", quick: bool = False) -> argparse.ArgumentParser:
+def benchmark_parser(
+    doc: str | None, name: str, *, page: str = "", quick: bool = False, dry: bool = False
+) -> argparse.ArgumentParser:
     """The options that benchmarks share.
 
     Args:
@@ -178,6 +184,7 @@ def benchmark_parser(doc: str | None, name: str, *, page: str = "", quick: bool 
         name: of the record.
         page: the docs page with markers for the tables; empty: none, and no `--docs`.
         quick: whether there is a `--quick`.
+        dry: whether there is a `--dry-run`.
 
     >>> vars(benchmark_parser("Measures something.", "hub_step", quick=True).parse_args([]))
     {'record': None, 'quiet': False, 'quick': False}
@@ -188,6 +195,8 @@ def benchmark_parser(doc: str | None, name: str, *, page: str = "", quick: bool 
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     if quick:
         parser.add_argument("--quick", action="store_true", help="smoke test at small sizes; its figures mean nothing")
+    if dry:
+        parser.add_argument("--dry-run", action="store_true", help="list the missing cells in the order in which they would run")
     if page:
         parser.add_argument("--docs", type=Path, help=f"write the tables between the markers of this page, such as {page}")
     return parser
@@ -205,6 +214,17 @@ def default_path(name: str, today: date | None = None) -> Path:
     '2031-12-24_demo_seeds'
     """
     return RECORDS / f"{(today or date.today()).isoformat()}_{name}"
+
+
+def missing_text(missing: Sequence[str]) -> str:
+    """What `--dry-run` prints.
+
+    >>> print(missing_text(["DDP", "ACCO"]))
+    DDP
+    ACCO
+    2 cells are missing.
+    """
+    return "\n".join([*missing, f"{len(missing)} cells are missing."])
 
 
 # ------------------------------------------------------------------------------------------------------------------- Markdown
@@ -294,10 +314,10 @@ def demoted(section: str) -> str:
 _FACTS = ("vocab_size", "tokenizer_digest", "text_bytes", "train", "validation")
 
 
-def check_texts(record: Record, folders: Mapping[str, Path]) -> None:
+def check_texts(record: Record, folders: Mapping[str, Path], *, needed: bool = True) -> None:
     """Compares the prepared texts with those in the record's `text.json`, adds texts that are not in it, and gives the record
     their identities. A text of an older record, which has no digests of its tokens, is compared by the other facts and stays as
-    it is.
+    it is. A text that is not `needed`, to list cells alone, may be missing.
 
     Raises:
         ConfigError: a folder holds another text; or it holds no text, and neither does the record.
@@ -308,6 +328,8 @@ def check_texts(record: Record, folders: Mapping[str, Path]) -> None:
         if not is_prepared(folder):
             if name in known:  # enough to write the tables
                 record.texts[str(folder)] = text_identity(known[name])
+                continue
+            if not needed:
                 continue
             raise ConfigError(
                 f"--{name} {folder}: this is no prepared text. Make one with: atoll data prepare CORPUS --out {folder}"
@@ -323,7 +345,8 @@ def check_texts(record: Record, folders: Mapping[str, Path]) -> None:
                 f"Give that text, or another --record."
             )
         record.texts[str(folder)] = text_identity(known[name])
-    path.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
+    if known:
+        path.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
 
 
 def text_identity(facts: Mapping[str, Any]) -> str:
