@@ -73,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = json.loads((record.path / "text.json").read_text("utf-8"))["text"]
     study = Study(plan=plan, choices=choices, tried=tried, outcomes=outcomes, text=text, seeds=order.seeds)
     sections = report(study)
-    plot = save_plots(plan, outcomes, record.plot, record.path / "deltas.png")
+    plots = save_plots(plan, outcomes, record.path)
     small = options.workload == "small"  # the page has its differences alone
     marker = f"paper_claims_{options.workload}"
-    record.publish("The papers' claims", sections, plot=plot, docs=(None if small else options.docs, marker))
+    record.publish("The papers' claims", sections, plots=plots, docs=(None if small else options.docs, marker))
     if small and options.docs is not None:
         replace_between(options.docs, marker, differences_table(study))
     elif options.docs is not None and rows_of.ONE in study.outcomes:

@@ -108,18 +108,27 @@ class Record:
         write_text(readme, "\n\n".join([f"# {title}", *sections, reproduce]) + "\n")
         return readme
 
-    def publish(self, title: str, sections: Sequence[str], *, plot: str = "", docs: tuple[Path | None, str] = (None, "")) -> None:
+    def publish(
+        self,
+        title: str,
+        sections: Sequence[str],
+        *,
+        plot: str = "",
+        plots: Mapping[str, str] | None = None,
+        docs: tuple[Path | None, str] = (None, ""),
+    ) -> None:
         """Writes README.md, fills a docs page, and prints the sections.
 
         Args:
             title: of README.md.
             sections: of README.md.
             plot: what the plot shows, for the image's alternative text; empty: no plot.
+            plots: the same by file, of a record with several plots.
             docs: a page and the name of its markers; None: no page.
         """
-        image = [f"![{plot}]({self.plot.name})"] if plot else []
-        readme = self.write(title, [*sections, *image])
-        fill(*docs, sections, self)
+        shown = {self.plot.name: plot} if plot else dict(plots or {})
+        readme = self.write(title, [*sections, *(f"![{caption}]({name})" for name, caption in shown.items())])
+        fill(*docs, sections, self, plots)
         print("\n\n".join(sections))
         print(f"\nrecord: {readme}")
 
@@ -289,14 +298,15 @@ def _markers(marker: str) -> tuple[str, str]:
     return f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
 
 
-def fill(page: Path | None, marker: str, sections: Sequence[str], record: Record) -> bool:
-    """Puts all sections but the commands between the page's markers, with links to the record and its plot. False without a "
-    "page."""
+def fill(page: Path | None, marker: str, sections: Sequence[str], record: Record, plots: Mapping[str, str] | None = None) -> bool:
+    """Puts all sections but the commands between the page's markers, with links to the record and its plots. False without a
+    page."""
     if page is None:
         return False
     folder = relpath(record.path, page.parent)
     shown = [demoted(section) for section in sections if not section.startswith("## Commands")]
-    plot = [f"![the record's plot]({folder}/{record.plot.name})"] if record.plot.exists() else []
+    every = plots if plots is not None else {record.plot.name: "the record's plot"} if record.plot.exists() else {}
+    plot = [f"![{caption}]({folder}/{name})" for name, caption in every.items()]
     return replace_between(page, marker, "\n\n".join([f"[The record]({folder}/README.md).", *shown, *plot]))
 
 

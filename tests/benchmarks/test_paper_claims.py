@@ -415,7 +415,7 @@ def test_the_published_tables_are_those_of_the_record(b, tmp_path, monkeypatch, 
     for page, marker in ((page, marker) for page, markers in wanted.items() for marker in markers):
         texts = (pages[page].read_text(), (root / page).read_text())
         made, shown = (between(text, f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->").splitlines() for text in texts)
-        linked = ("[The record]", "![the record's plot]")  # with other paths
+        linked = ("[The record]", "![")  # with other paths
         assert [line for line in made if not line.startswith(linked)] == [line for line in shown if not line.startswith(linked)]
         assert len(made) > (8 if "paper_claims" in marker else 4)
     tables = (record / "README.md").read_text().partition("## How to reproduce")[0]
@@ -423,11 +423,11 @@ def test_the_published_tables_are_those_of_the_record(b, tmp_path, monkeypatch, 
 
 
 def test_a_text_in_another_folder_measures_no_published_cell_again(b, tmp_path, monkeypatch, capsys):
-    """No cell of the first seed of the headline is missing; with another text all are."""
+    """No cell of the first seed of these tables is missing; with another text all are."""
     monkeypatch.chdir(tmp_path)
     record = copied(b, "_medium", tmp_path)
     command = ["--text", "any/folder", "--workload", "medium", "--record", str(record), "--seeds", "0", "--dry-run", "--quiet"]
-    only = [part for name in ("diloco", "async", "acco") for part in ("--only", name)]
+    only = [part for name in ("diloco", "async") for part in ("--only", name)]
     b.paper_claims.main([*command, *only])
     assert capsys.readouterr().out.startswith("0 cells are missing.")
     text = json.loads((record / "text.json").read_text())
@@ -487,3 +487,46 @@ def test_a_finished_command_says_which_cells_are_missing(b, tmp_path, monkeypatc
     missing = len(capsys.readouterr().out.splitlines()) - 1
     b.paper_claims.main([*command, "--minutes", "0"])
     assert f"\n{missing} cells are missing: further rates " in capsys.readouterr().out
+
+
+def test_baselines_of_acco_also_run_over_a_slow_link_and_with_a_slow_worker(b):
+    rows_of, report = b.paper_claims_rows, b.paper_claims_report
+    plan = rows_of.MEDIUM
+    choices = {method: rows_of.Choice(plan.rate, plan.outers[0]) for method in rows_of.RECIPES}
+    slow = next(group for group in rows_of.one_seed(plan, choices) if group.name == "slow")
+    runs = {label: row.run(0) for label, row in slow.rows.items()}
+    free = runs[rows_of.on_slow_link(rows_of.FREE_DPU)].algorithm
+    assert (free.batch, free.wire, free.warmup) == ("free", "bf16", plan.dpu_warmup)
+    assert runs[rows_of.on_slow_link(rows_of.ZERO)].algorithm.buckets == plan.buckets
+    assert runs[rows_of.on_slow_link(rows_of.ZERO)].cluster.link.bandwidth_mbit_per_s == plan.slow_mbit_per_s
+    assert runs[rows_of.with_slow_worker(rows_of.ACCO)].cluster.step_time_s == (1.0, 1.0, 1.0, 4.0)
+    curve = ((0.0, 0, 3.0), (10.0, 1, 2.0))
+    found = {label: b.cells.Outcome(slow.rows[label], ({"val_loss": 2.0},), curves=(curve,)) for label in slow.rows}
+    tables = "\n".join(report.reach_tables(plan, found, 3))
+    for label in (rows_of.on_slow_link(rows_of.FREE_WP), rows_of.with_slow_worker(rows_of.ACCO)):
+        assert f"| {label} † | 0:00:09.800 | 1.000 |" in tables
+
+
+def test_the_deltas_figure_has_both_norms_and_all_seeds(b):
+    """Of a round: its number, the mean norm, the norm of the mean, the mean cosine."""
+    seeds = tuple(((0, 4.0 + seed, 2.0 + seed, 0.1 + seed), (1, 6.0 + seed, 3.0, None)) for seed in (0.0, 1.0))
+    row = b.cells.Outcome(b.cells.Row(recipe="demo-ddp"), ({}, {}), deltas=seeds)
+    figure = b.curves.deltas_figure({"row": row})
+    cosine, mean, of_mean = (panel.get_lines()[0].get_ydata().tolist() for panel in figure.axes)
+    assert (cosine[0], mean, of_mean) == (pytest.approx(0.6), [4.5, 6.5], [2.5, 3.0])
+    assert cosine[1] != cosine[1], "there is no cosine with a delta of zero"
+
+
+def test_coverage_has_the_differences_of_a_table_with_one_seed_and_counts_its_missing_rows(b, tmp_path):
+    rows_of, pages = b.paper_claims_rows, b.paper_claims_pages
+    plan = rows_of.MEDIUM
+    choices = {method: rows_of.Choice(plan.rate, plan.outers[0]) for method in rows_of.RECIPES}
+    pruned = next(group for group in rows_of.one_seed(plan, choices) if group.name == "pruned")
+    page = tmp_path / "coverage.md"
+    page.write_text("| <!-- pruned:begin -->x<!-- pruned:end --> | and <!-- pruned:begin --><!-- pruned:end --> |")
+    pages.write_coverage(page, study_of(b, {}, plan, choices=choices), [pruned])
+    assert page.read_text().count(pages.NOT_RUN) == 2
+    rows = {"50% pruned": outcome(b, 2.5), rows_of.diloco(4, 50): outcome(b, 2.25, 9.0)}
+    pages.write_coverage(page, study_of(b, rows, plan, choices=choices), [pruned])
+    shown = "to `DiLoCo, k=4, H=50`†: `50% pruned` +0.2500. No verdict. 2 rows not run: device time"
+    assert page.read_text().count(shown) == 2
