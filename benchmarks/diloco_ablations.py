@@ -32,6 +32,8 @@ def claims(plan: Plan) -> list[Claim]:
         costs(f"{longest // shortest} times fewer exchanges cost little (2.9 %).", f"H={longest}", f"H={shortest}", 2.9),
         lower("More islands end lower, at more tokens.", few, "k=1"),
         *_diminishing(few, many),
+        lower("Also with shards by k-means, further islands end lower.", f"{many}, k-means", f"{few}, k-means"),
+        lower("DiLoCo is better than one worker from scratch (Figure 2).", DEFAULT, "from scratch"),
         costs("Shards by k-means, weighted by examples, cost nothing (-0.4 %; bound 0.5 %).", "k-means, examples", "IID", 0.5),
         *(lower(f"Nesterov is better than {other}.", "Nesterov 0.9, 0.7", other) for other in _OTHER_RULES),
         alike("A cosine of the outer rate ends as a constant one does (similar; bound 1 %).", "outer cosine", DEFAULT, 1.0),

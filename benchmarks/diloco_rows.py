@@ -20,6 +20,10 @@ class MakesRows(Protocol):
     def row(self, name: str, *settings: str) -> Row: ...
 
 
+K_MEANS = ("data.partition=KMeans(fit_examples=2000)", "algorithm.weighting=examples")
+"""Shards of different text, weighted by their sizes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(Workload):
     """The workload and the values of the rows.
@@ -83,8 +87,12 @@ def _counts(plan: Plan) -> Group:
     return Group(
         name="k",
         title="Islands (k)",
-        note="The same steps per island, so tokens grow with k.",
-        rows={f"k={count}": plan.row(f"k={count}", f"cluster.islands={count}") for count in plan.counts},
+        note="The same steps per island, so tokens grow with k. k-means: shards of different text, weighted by examples.",
+        rows={f"k={count}": plan.row(f"k={count}", f"cluster.islands={count}") for count in plan.counts}
+        | {
+            f"k={count}, k-means": plan.row(f"k={count}, k-means", f"cluster.islands={count}", *K_MEANS)
+            for count in plan.counts[1:]
+        },
     )
 
 
@@ -219,7 +227,8 @@ def _baselines(plan: Plan) -> Group:
         name="baselines",
         title="Baselines",
         note=f"After the warm start one worker has 1/{times} of the tokens. The other rows have all tokens: in a larger batch on "
-        f"one worker, in more updates on one worker, or on islands that exchange at every step (DDP).",
+        f"one worker, in more updates on one worker, or on islands that exchange at every step (DDP). From "
+        f"scratch: one worker in one schedule, without a warm start.",
         rows={
             DEFAULT: default_row(plan),
             "one worker": _one_worker(plan),
@@ -228,6 +237,7 @@ def _baselines(plan: Plan) -> Group:
                 f"{times}x updates", "cluster.islands=1", f"train.steps={times * plan.steps}", recipe=DDP
             ),
             "DDP": plan.row("DDP", recipe=DDP),
+            "from scratch": _one_worker(plan, "train.warm_start_steps=0", f"train.steps={plan.steps + plan.warm_start}"),
         },
     )
 

@@ -323,7 +323,7 @@ def _exchanges(plan: Plan, choices: Mapping[str, Choice]) -> Group:
     last = f"algorithm.overlap={plan.overlaps[-1]}"
     wanted: dict[str, tuple[str, dict[str, int], tuple[str, ...]]] = {DENSE: (DENSE, {}, ())}
     wanted |= {streaming(overlap): (STREAMING, {}, (f"algorithm.overlap={overlap}",)) for overlap in plan.overlaps}
-    wanted[streaming(plan.overlaps[-1], "int4")] = (STREAMING, {}, (last, codec("int4")))
+    wanted |= {streaming(plan.overlaps[-1], name): (STREAMING, {}, (last, codec(name))) for name in ("int4", "fp4")}
     wanted |= {f"DiLoCo, {name}": (DENSE, {}, (codec(name),)) for name in ("int8", "int4", "int2", "topk")}
     wanted |= {f"DiLoCo, {name}, no feedback": (DENSE, {}, (codec(name), feedback(0))) for name in ("int2", "topk")}
     wanted |= {method: (method, {}, ()) for method in (SPARSE, MUON, MUON_BATCH, EAGER)}
