@@ -79,7 +79,7 @@ claims_record = $(if $(filter newest,$(RECORD)),$(call newest,$(1)),$(RECORD))
 # $(call paper_claims,RECORDS): a new record on a GPU takes the newest one's choices over
 paper_claims = $(INTERPRETER) benchmarks/paper_claims.py --text $(TOKENS) --workload $(WORKLOAD) --processes $(PROCESSES) \
 	$(if $(RECORD),$(addprefix --record ,$(call claims_record,$(1))),$(if $(filter medium,$(WORKLOAD)),$(addprefix --choices ,$(call newest,$(1))))) \
-	$(if $(filter large,$(WORKLOAD)),,$(call page,evidence.md)) \
+	$(if $(filter small,$(WORKLOAD)),--seeds $(or $(SEEDS),0)) $(if $(filter large,$(WORKLOAD)),,$(call page,evidence.md)) \
 	$(if $(DOCS),$(if $(filter medium,$(WORKLOAD)),--readme README.md --coverage docs/coverage.md)) $(limits)
 
 # $(call prepare,TOKENIZER,FOLDER)
@@ -106,14 +106,17 @@ else
 	$(MAKE) evidence-$(WORKLOAD)
 endif
 
+its_records = $(if $(filter small,$(WORKLOAD)),paper_claims paper_claims_small,paper_claims_$(WORKLOAD))
 evidence-small evidence-medium evidence-large:
 	$(call prepare,$(if $(filter large,$(WORKLOAD)),bpe:8192,bytes),$(TOKENS))
-	$(call paper_claims,$(if $(filter small,$(WORKLOAD)),paper_claims paper_claims_small,paper_claims_$(WORKLOAD)))
+	$(if $(and $(TABLES),$(filter newest,$(RECORD)),$(if $(call newest,$(its_records)),,none)),@echo 'WORKLOAD=$(WORKLOAD): no record'\
+		,$(call paper_claims,$(its_records)))
 
 # Exchanges over slow links: in virtual time, and between two processes. The latter need root.
 evidence-links:
 	$(INTERPRETER) benchmarks/acco_links.py $(call continued,acco_links) $(call page,acco.md) $(dry)
-	$(INTERPRETER) benchmarks/slow_link.py $(call continued,slow_link) $(call page,slow_links.md) $(dry)
+	$(if $(TABLES),@echo 'slow_link.py measures what its record lacks: not with TABLES=1',$(INTERPRETER) benchmarks/slow_link.py \
+		$(call continued,slow_link) $(call page,slow_links.md) $(dry))
 
 # The studies with small batches.
 evidence-small-batch: SMALL_BATCH := $(call prepared_text,bpe:16384)
@@ -122,7 +125,7 @@ evidence-small-batch:
 	$(if $(DOMAINS),test -f prepared/evidence-domains/meta.json || $(INTERPRETER) -m atoll data prepare files:$(DOMAINS) \
 		--tokenizer $(SMALL_BATCH)/tokenizer.json --out prepared/evidence-domains,@echo 'no DOMAINS=FOLDER: no shards by domain')
 	$(foreach study,diloco async acco,$(INTERPRETER) benchmarks/evidence_$(study).py --text $(SMALL_BATCH) \
-		$(if $(DOMAINS),--domains prepared/evidence-domains) --processes $(PROCESSES) $(call continued,evidence_$(study)) $(limits) &&) true
+		$(if $(DOMAINS)$(and $(TABLES),$(filter diloco,$(study))),--domains prepared/evidence-domains) --processes $(PROCESSES) $(call continued,evidence_$(study)) $(limits) &&) true
 	$(if $(DRY),,$(INTERPRETER) benchmarks/evidence_headline.py $(call page,evidence.md))
 
 # The speed of islands on one GPU: all algorithms on the text, and DiLoCo by model and batch.

@@ -35,10 +35,10 @@ RECORDS = Path(__file__).resolve().parent / "records"
 
 
 class Record:
-    """A record's folder, which is created if it does not exist.
+    """A record's folder.
 
     Args:
-        path: the folder.
+        path: the folder, which is created with the first file in it.
         command: the benchmark's command line; None: that of this process.
     """
 
@@ -47,7 +47,6 @@ class Record:
         self.command = shlex.join(command or _command())
         self._started = datetime.now().astimezone().isoformat(timespec="seconds")
         self._source_written = False
-        path.mkdir(parents=True, exist_ok=True)
         self._cells = _read(path / "cells.jsonl")
         self.texts: dict[str, str] = {}
         """The identities of prepared texts by their folders, from `check_texts`. Keys of cells have them, not the folders."""
@@ -76,6 +75,7 @@ class Record:
     def copy(self, cell: Mapping[str, Any]) -> dict[str, Any]:
         """Appends a cell that another record has: this process has not measured it."""
         key, line = cell["key"], json.dumps(cell, allow_nan=False)
+        self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "cells.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
@@ -84,6 +84,7 @@ class Record:
         return self._cells[key]
 
     def log(self, line: str) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -104,6 +105,7 @@ class Record:
             "`--record` it writes a new record in a folder with today's date. Cells are in `cells.jsonl`, versions and machine in "
             "`source.txt`."
         )
+        self.path.mkdir(parents=True, exist_ok=True)
         readme = self.path / "README.md"
         write_text(readme, "\n\n".join([f"# {title}", *sections, reproduce]) + "\n")
         return readme
@@ -137,6 +139,7 @@ class Record:
         if self._source_written:
             return
         self._source_written = True
+        self.path.mkdir(parents=True, exist_ok=True)
         lines = {"started": self._started, "command": self.command, **source()}
         with (self.path / "source.txt").open("a", encoding="utf-8") as file:
             file.write("".join(f"{name}: {value}\n" for name, value in lines.items()) + "\n")
@@ -356,6 +359,7 @@ def check_texts(record: Record, folders: Mapping[str, Path], *, needed: bool = T
             )
         record.texts[str(folder)] = text_identity(known[name])
     if known:
+        record.path.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
 
 

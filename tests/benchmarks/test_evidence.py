@@ -219,8 +219,10 @@ def test_published_tables_equal_the_records(scripts, published, name, tmp_path, 
     """With `--minutes 0` no cell starts, also with a GPU. The tables do not need the text."""
     monkeypatch.chdir(tmp_path)
     (record,) = published.glob(f"*_evidence_{name}")
-    domains = ["--domains", "prepared/domains"] if name == "diloco" else []
-    common = ["--text", "prepared/wiki", *domains, "--quiet", "--minutes", "0"]
+    page = (ROOT / "benchmarks" / "records" / record.name / "README.md").read_text("utf-8")
+    text, *others = dict.fromkeys(re.findall(r"prepared:([\w./-]+)", page))  # the folders that the page names
+    domains = ["--domains", others[0]] if name == "diloco" else []
+    common = ["--text", text, *domains, "--quiet", "--minutes", "0"]
     scripts[name].main([*common, "--record", str(record)])
     made = (record / "README.md").read_text("utf-8").split("## How to reproduce")[0]
     assert "## The paper's claims, here" in made

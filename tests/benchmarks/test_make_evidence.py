@@ -54,7 +54,7 @@ def test_all_writes_the_tables_of_the_newest_records_into_the_pages():
     for option in ("--minutes 0", "--docs docs/evidence.md", "--readme README.md", "--coverage docs/coverage.md"):
         assert option in claims
     assert "_paper_claims_medium" in claims.partition("--record ")[2]
-    pages = {"evidence_headline.py": "evidence", "gpu.py": "evidence", "acco_links.py": "acco", "slow_link.py": "slow_links"}
+    pages = {"evidence_headline.py": "evidence", "gpu.py": "evidence", "acco_links.py": "acco"}
     for script, page in pages.items():
         assert f"--docs docs/{page}.md" in by_script[script]
     for study in ("evidence_diloco", "evidence_async", "evidence_acco"):
