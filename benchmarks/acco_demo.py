@@ -2,6 +2,7 @@
 
     python benchmarks/acco_demo.py                    seeds 0, 1 and 2, two cells in parallel
     python benchmarks/acco_demo.py --seeds 0 1        other seeds
+    python benchmarks/acco_demo.py --variants         DPU with other warm-ups, lengths and batches, in the workload of the ablations
 
 All runs commit the same samples in the same number of updates. The script compares data-parallel training with ACCO and with older
 methods that overlap the exchange: delayed updates (DPU), with and without the warm-up of ZeRO-Offload, and weight prediction (WP).
@@ -9,6 +10,7 @@ methods that overlap the exchange: delayed updates (DPU), with and without the w
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ from cells import FIRST_DEMO, Outcome, Row, commands_section, run_rows, seeds_pa
 from claims import INTERVAL_RULE, Claim, claim_lines, higher, mean_loss_line
 from curves import CAPTION, save_curves
 from record import bullets, markdown_table, open_record, script
+from workload import Workload
 
 DDP, ZERO1, ACCO, DPU, WP = "demo-ddp", "demo-zero1", "demo-acco", "demo-dpu", "demo-wp"
 ACCO_WARM, DPU_COLD = "demo-acco, warm-up", "demo-dpu, no warm-up"
@@ -30,7 +33,11 @@ MOST_LOSS = 0.02
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = seeds_parser(__doc__, "acco_demo", "docs/acco.md")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="updates of the rows with a warm-up")
+    parser.add_argument("--variants", action="store_true", help="run the variants of DPU, into a record of their own")
     options = parser.parse_args(arguments)
+    if options.variants:
+        _run_variants(options)
+        return
     rows = all_rows((*FIRST_DEMO, *options.set), options.warmup)
     record = open_record(options, "acco_demo")
     kept = {"quiet": options.quiet, "curves": True, "islands": True, "processes": options.processes}
@@ -63,6 +70,54 @@ def claims() -> list[Claim]:
         higher("DPU ends above ACCO.", DPU, ACCO),
         higher("WP ends above ACCO.", WP, ACCO),
     ]
+
+
+# ---------------------------------------------------------------------------------------------------------- variants of DPU
+
+DPU_PLAN = Workload(steps=600)
+DPU_500, DPU_TWICE, DPU_HALF = "DPU, warm-up of 500", "DPU, twice the length", "DPU, half of the batch"
+
+
+def variant_rows(plan: Workload, more: tuple[str, ...] = ()) -> dict[str, Row]:
+    """DDP and DPU in the workload of the ablations, and the paper's variants of DPU."""
+
+    def row(label: str, recipe: str, algorithm: str, *settings: str) -> Row:
+        return Row(recipe=recipe, base=(*plan.settings(algorithm, "[0.1]"), *more), settings=settings, name=label)
+
+    twice, dpu = f"train.steps={2 * plan.steps}", f"DPU(warmup={min(WARMUP, plan.steps - 1)})"
+    return {
+        DDP: row(DDP, DDP, "DDP()"),
+        DPU: row(DPU, DPU, dpu),
+        DPU_500: row(DPU_500, DPU, dpu, f"algorithm.warmup={min(500, plan.steps - 1)}"),
+        DPU_TWICE: row(DPU_TWICE, DPU, dpu, twice),
+        DPU_HALF: row(DPU_HALF, DPU, dpu, twice, f"train.batch_size={plan.batch_size // 2}"),
+    }
+
+
+def variant_claims() -> list[Claim]:
+    nearly = f"Twice the length nearly closes DPU's gap to DDP (at most {MOST_LOSS} above)."
+    return [
+        higher("DPU ends above DDP (the paper: clearly).", DPU, DDP),
+        higher("DPU ends above DDP also with a warm-up of 500 updates.", DPU_500, DDP),
+        Claim(text=nearly, terms=((1.0, DPU_TWICE), (-1.0, DDP)), below=MOST_LOSS),
+        higher("DPU with half of the batch and twice the updates ends above DDP (figure 10).", DPU_HALF, DDP),
+    ]
+
+
+def _run_variants(options: argparse.Namespace) -> None:
+    record = open_record(options, "acco_variants")
+    rows = variant_rows(DPU_PLAN, tuple(options.set))
+    outcomes = run_rows(rows, options.seeds, record, "variants of DPU", quiet=options.quiet, processes=options.processes)
+    about = (
+        f"{figure_text.decoder_text(outcomes[DDP])} on {DPU_PLAN.islands} islands: {DPU_PLAN.warm_start} steps of warm start, then "
+        f"{DPU_PLAN.steps} updates of {DPU_PLAN.batch_size} sequences per island. {INTERVAL_RULE}"
+    )
+    sections = [
+        f"## Claims\n\n{about}\n\n{bullets(claim_lines(variant_claims(), outcomes))}",
+        f"## Rows\n\n{table(outcomes)}",
+        commands_section(outcomes),
+    ]
+    record.publish("DPU: warm-up, length and batch", sections, docs=(options.docs, "acco_variants"))
 
 
 # ------------------------------------------------------------------------------------------------------------- the report

@@ -28,7 +28,7 @@ from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure
 from atoll.telemetry.units import human_bytes, human_percent
 from atoll.testing.simulated_runs import Regression, simulate
 from progress import CellProgress
-from record import Record, benchmark_parser, bullets, holds_text, markdown_table, open_record, script
+from record import Record, benchmark_parser, bullets, holds_text, markdown_table, missing_text, open_record, script
 
 WORKLOAD = Regression(hidden=137)
 PARAMS, PARAM_BYTES = 960, 4
@@ -95,10 +95,14 @@ SETTINGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = benchmark_parser(__doc__, "acco_links", page="docs/acco.md").parse_args(arguments)
+    options = benchmark_parser(__doc__, "acco_links", page="docs/acco.md", dry=True).parse_args(arguments)
     record = open_record(options, "acco_links")
     keys = [f"2m/c={ratio:g}" for ratio in RATIOS] + [f"{s.name}, {k} islands" for s in SETTINGS for k in ISLANDS]
-    with CellProgress("ACCO and links", sum(record.get(key) is None for key in keys), quiet=options.quiet) as progress:
+    missing = [key for key in keys if record.get(key) is None]
+    if options.dry_run:
+        print(missing_text(missing))
+        return
+    with CellProgress("ACCO and links", len(missing), quiet=options.quiet) as progress:
         for ratio in RATIOS:
             _cell(record, progress, f"2m/c={ratio:g}", lambda ratio=ratio: ratio_cell(ratio))  # type: ignore[misc]
         for setting in SETTINGS:

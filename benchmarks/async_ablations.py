@@ -15,7 +15,22 @@ from typing import Any
 
 import figure_text
 from ablations import Group, Study
-from async_rows import DDP, DELAYED, DILOCO, NAIVE, QUICK, SAME_TOKENS, SYNC, Plan, groups, pair, standing
+from async_rows import (
+    DDP,
+    DELAYED,
+    DILOCO,
+    NAIVE,
+    ONE,
+    QUICK,
+    SAME_TOKENS,
+    SYNC,
+    TOY_ASYNC,
+    TOY_SYNC,
+    Plan,
+    groups,
+    pair,
+    standing,
+)
 from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure, time_unit
 from cells import Outcome, seeds_text
 from claims import Claim, alike, costs, gains_little, higher, lower, without_scatter
@@ -49,6 +64,7 @@ def claims(plan: Plan) -> list[Claim]:
         *remedies(),
         *pairs(),
         alike("c=0.1 ends as c=0 does (41.16 against 41.13; bound 1 %).", "c=0.1", "c=0", 1.0),
+        higher("The toy: with momentum, asynchronous is worse than synchronous (figure 9).", TOY_ASYNC, TOY_SYNC),
     ]
 
 
@@ -68,7 +84,7 @@ def _against_batch(count: int) -> Claim:
     delayed, batch = _COUNTS[count][2], _BATCHES[count]
     better, one, two = delayed < batch, f"k={count}, {DELAYED}", f"k={count}, {count}x batch"
     text = f"{DELAYED} is {'better' if better else 'worse'} than {count} times the batch ({_against(delayed, batch)})."
-    return lower(text, one, two) if better else higher(text, one, two)
+    return (lower if better else higher)(text, one, two, (ONE, two))
 
 
 def _against(one: float, two: float) -> str:

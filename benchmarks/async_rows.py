@@ -13,7 +13,7 @@ from cells import Row
 from workload import Workload
 
 DDP, DILOCO, ASYNC = "demo-ddp", "demo-diloco", "demo-async"
-SYNC, NAIVE, DELAYED = "sync", "naive", "DN+DyLU"
+SYNC, NAIVE, DELAYED, ONE = "sync", "naive", "DN+DyLU", "one worker"
 NESTEROV = "Nesterov(lr=0.9,momentum=0.7)"
 SAME_TOKENS = 0.015
 """A hub stops at the arrival that reaches the number of local updates, here up to 19 of 1,740 late. Verdicts ignore that."""
@@ -42,6 +42,8 @@ class Plan(Workload):
     activations: tuple[float, ...] = (0, 0.05, 0.1, 0.2, 0.25)  # shares of the momentum that every arrival applies
     graces_s: tuple[float, ...] = (0, 0.5, 2)  # the hub's grace windows
     lengths: tuple[int, ...] = (10, 20, 50)  # inner steps of the fastest worker's rounds
+    weights: tuple[str, ...] = ("0.125", "1/k", "0.5", "1.0")  # of each delta at the naive hub
+    toy: tuple[str, ...] = ("model.hidden=128",)  # settings of the toy's rows
 
     def base(self, recipe: str) -> tuple[str, ...]:
         """The settings that the rows of a recipe share."""
@@ -86,6 +88,8 @@ QUICK = Plan(
     activations=(0, 0.1),
     graces_s=(0, 2),
     lengths=(1, 2),
+    weights=("1/k", "0.5"),
+    toy=("model.hidden=8", "train.steps=40"),
     model="layers=1,width=8,heads=1,head_size=8",
     large="layers=1,width=16,heads=2,head_size=8",
     data="seq_len=16,limit_bytes=100000,eval_batches=2",
@@ -97,7 +101,7 @@ QUICK = Plan(
 
 def groups(plan: Plan) -> list[Group]:
     """All ablations."""
-    parts = (_levels, _fixes, _counts, _sizes, _pairs, _periods, _activations, _graces, _lengths)
+    parts = (_levels, _fixes, _counts, _sizes, _pairs, _periods, _activations, _graces, _lengths, _weights, _shards, _toy)
     return [part(plan) for part in parts]
 
 
@@ -128,15 +132,15 @@ def _levels(plan: Plan) -> Group:
         rows |= mine
         against |= dict.fromkeys(mine, f"{level}, {SYNC}")
     batch = f"{plan.islands}x batch"
-    rows[batch] = plan.large_batch(batch, plan.islands)
+    rows[batch], rows[ONE] = plan.large_batch(batch, plan.islands), plan.large_batch(ONE, 1)
     return _group(
         "level",
         "Heterogeneity of the workers",
         f"All levels have the same total speed. Synchronous training waits for the slowest worker, and ends at the same loss at "
         f"every level. Naive applies DiLoCo's outer step at every arrival, weighted 1/k. {batch}: one worker, the fastest, with "
-        f"{plan.islands} times the batch.",
+        f"{plan.islands} times the batch. One worker: the same with the batch of all rows.",
         rows,
-        against | {batch: SYNC},
+        against | {batch: SYNC, ONE: SYNC},
     )
 
 
@@ -279,3 +283,34 @@ def _lengths(plan: Plan) -> Group:
         rows |= mine
         against |= dict.fromkeys(mine, f"{label}, {SYNC}")
     return _group("H", "Inner steps per round (H)", "With Dynamic Local Updates, those of the fastest worker.", rows, against)
+
+
+def _weights(plan: Plan) -> Group:
+    rows = {f"weight {weight}": plan.arriving(f"weight {weight}", NESTEROV, weight=weight) for weight in plan.weights}
+    note = f"By which the naive hub multiplies each delta; 1/k is {1 / plan.islands:g}. Compared with synchronous training."
+    return _group("weight", "Weights of deltas", note, rows, dict.fromkeys(rows, SYNC))
+
+
+def _shards(plan: Plan) -> Group:
+    half = plan.islands // 2
+    rows = {f"{half} shards": plan.delayed(f"{half} shards", f"data.shards={half}")}
+    note = f"{plan.islands} workers read {half} shards of the same text; the default has one for each worker."
+    return _group("shards", "Fewer shards than workers", note, rows, dict.fromkeys(rows, DEFAULT), dict.fromkeys(rows, SYNC))
+
+
+TOY_SYNC, TOY_ASYNC, TOY_SGD = "toy, sync", "toy, async", "toy, async, SGD"
+
+
+def _toy(plan: Plan) -> Group:
+    sgd = "algorithm.outer=SGD(lr=0.7)"
+    rows = {
+        TOY_SYNC: Row(recipe="toy-sync", settings=plan.toy, name=TOY_SYNC),
+        TOY_ASYNC: Row(recipe="toy-async", settings=plan.toy, name=TOY_ASYNC),
+        TOY_SGD: Row(recipe="toy-async", settings=(*plan.toy, sgd), name=TOY_SGD),
+    }
+    note = (
+        "The recipes of the authors' notebook, with a smaller perceptron: heavy ball on the mean of the workers, heavy ball at "
+        "every arrival, and SGD at every arrival. Another model on other data, so the ratio of tokens to the default's means "
+        "nothing."
+    )
+    return _group("toy", "The authors' toy", note, rows, {TOY_ASYNC: TOY_SYNC, TOY_SGD: TOY_SYNC})

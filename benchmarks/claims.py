@@ -3,6 +3,9 @@
 A claim bounds a weighted sum of mean losses. The sum's 95 % interval decides: the claim "holds here" if the whole interval is
 within the bounds, "does not hold here" if none of it is, and else is "within the spread". Bounds in per cent are of perplexity, the
 exponential of the loss.
+
+A claim about k times the batch has a gate: it is judged only where that batch gains little over one worker. Else it is k times the
+data, and no method that communicates less can be as good.
 """
 
 from __future__ import annotations
@@ -10,16 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from cells import Outcome
 from figure_text import interval_text, time_ratio
 from record import bullets, holds_text
-from seed_statistics import Interval, Scatter, contrast
+from seed_statistics import Interval, Sample, Scatter, contrast
 
 INTERVAL_RULE = (
     "A claim holds here if the whole 95 % interval is within its bounds, does not hold here if none of it is, and else is within "
     "the spread."
 )
+GATE = 0.15
+"""Nats. The most that the larger batch may gain over one worker where a claim about it is judged."""
+NOT_HERE = "not judged here"
 Terms = tuple[tuple[float, str], ...]
 UNEQUAL_START = "unequal start"
 """Marks a claim whose rows did not start from the same weights."""
@@ -33,6 +40,7 @@ class Claim:
     terms: Terms  # weights and labels of rows
     above: float = -math.inf
     below: float = math.inf
+    gate: tuple[str, str] | None = None  # labels of one worker and of the larger batch that the claim is about
     borrows: bool = True  # with one seed, use the scatter of other rows: not if these rows train another model or on other data
 
     def judge(self, found: Interval) -> str:
@@ -47,17 +55,17 @@ class Claim:
         return "does not hold here" if found.high < self.above or found.low > self.below else "within the spread"
 
 
-def higher(text: str, one: str, two: str) -> Claim:
-    return Claim(text=text, terms=((1.0, one), (-1.0, two)), above=0.0)
+def higher(text: str, one: str, two: str, gate: tuple[str, str] | None = None) -> Claim:
+    return Claim(text=text, terms=((1.0, one), (-1.0, two)), above=0.0, gate=gate)
 
 
-def lower(text: str, one: str, two: str) -> Claim:
-    return Claim(text=text, terms=((1.0, one), (-1.0, two)), below=0.0)
+def lower(text: str, one: str, two: str, gate: tuple[str, str] | None = None) -> Claim:
+    return Claim(text=text, terms=((1.0, one), (-1.0, two)), below=0.0, gate=gate)
 
 
-def costs(text: str, one: str, two: str, percent: float) -> Claim:
+def costs(text: str, one: str, two: str, percent: float, gate: tuple[str, str] | None = None) -> Claim:
     """The first row's perplexity is at most this many per cent above the second's."""
-    return Claim(text=text, terms=((1.0, one), (-1.0, two)), below=math.log1p(percent / 100))
+    return Claim(text=text, terms=((1.0, one), (-1.0, two)), below=math.log1p(percent / 100), gate=gate)
 
 
 def gains_little(text: str, one: str, two: str, percent: float) -> Claim:
@@ -74,6 +82,28 @@ def alike(text: str, one: str, two: str, percent: float) -> Claim:
 def without_scatter(claim: Claim) -> Claim:
     """The same claim for rows whose scatter differs from that of other rows."""
     return replace(claim, borrows=False)
+
+
+def gain(outcomes: Mapping[str, Outcome], one: str, batch: str) -> float | None:
+    """By how much the larger batch ends below one worker, in nats, over the seeds that both have; None if one was not run."""
+    losses = [outcomes[label].loss if label in outcomes else None for label in (one, batch)]
+    return None if losses[0] is None or losses[1] is None else mean_difference(losses[0], losses[1])
+
+
+def mean_difference(one: Sample, two: Sample) -> float:
+    """The first minus the second, over the first seeds that both have."""
+    return fmean(mine - other for mine, other in zip(one.values, two.values, strict=False))
+
+
+def gate_reason(gate: tuple[str, str] | None, outcomes: Mapping[str, Outcome]) -> str | None:
+    """Why claims with this gate are not judged; None if they are."""
+    if gate is None:
+        return None
+    one, batch = gate
+    found = gain(outcomes, one, batch)
+    if found is None:
+        return f"the gain of {batch} over {one} was not measured"
+    return f"{batch} gains {found:.3f} nats over {one}, more than {GATE:g}" if found > GATE else None
 
 
 def few_seeds(seeds: int, least: int) -> str | None:
@@ -111,7 +141,10 @@ def claim_line(claim: Claim, outcomes: Mapping[str, Outcome], scatter: Scatter |
     if unequal_start([outcomes[label] for _, label in claim.terms]):
         notes.append(UNEQUAL_START)
     noted = f" ({', '.join(notes)})" if notes else ""
-    return f"**{claim.judge(found)}**{noted}: {claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}."
+    shown = f"{claim.text} {summed.removeprefix('+ ')} = {interval_text(found)}, {percent}"
+    if (closed := gate_reason(claim.gate, outcomes)) is not None:
+        return f"**{NOT_HERE}**{noted}: {shown}; {closed}."
+    return f"**{claim.judge(found)}**{noted}: {shown}."
 
 
 def unequal_start(rows: Sequence[Outcome]) -> bool:
@@ -136,6 +169,11 @@ def claims_section(claims: Sequence[Claim], outcomes: Mapping[str, Outcome], sca
             f"residual standard deviation after row and seed effects is {scatter.std:.4f}, with {scatter.degrees} degrees of "
             f"freedom. Two rows of one seed differ if their losses differ by more than {scatter.resolution:.3f}. A stricter claim "
             f"cannot hold."
+        )
+    if any(f"**{NOT_HERE}**" in line for line in lines):
+        note += (
+            f" A claim about a larger batch is judged only where that batch gains at most {GATE:g} nats over one worker (in the "
+            f"DiLoCo paper 0.06): elsewhere a larger batch is as good as more data."
         )
     if any(f"{UNEQUAL_START})" in line for line in lines):
         note += (

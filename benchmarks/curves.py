@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from atoll.telemetry.plot_style import COLOURS, new_figure, save_figure, time_unit
@@ -71,14 +73,19 @@ def costs_figure(outcomes: Mapping[str, Outcome]) -> Any:
 
 
 def deltas_figure(outcomes: Mapping[str, Outcome]) -> Any:
-    """Cosines and norms of the islands' deltas over a run, of each row's first seed."""
-    figure, (cosines, norms) = new_figure(2)
+    """Cosines and norms of the islands' deltas over a run: the mean over seeds of each row, and a band from the lowest to the
+    highest."""
+    figure, panels = new_figure(3)
     for style, (label, outcome) in zip(line_styles(len(outcomes)), outcomes.items(), strict=True):
-        rounds = outcome.deltas[0]
+        rounds = list(zip(*outcome.deltas, strict=True))  # of each round, the figures of all seeds
         at = [number / max(1, len(rounds) - 1) for number in range(len(rounds))]
-        cosines.plot(at, [cosine for _, _, _, cosine in rounds], **style, linewidth=1.3, label=label)
-        norms.plot(at, [mean for _, _, mean, _ in rounds], **style, linewidth=1.3)
-    cosines.set(xlabel="share of the run", ylabel="mean cosine of the islands' deltas")
-    norms.set(xlabel="share of the run", ylabel="norm of their mean")
-    cosines.legend(frameon=False, fontsize=8)
+        for panel, part in zip(panels, (3, 1, 2), strict=True):  # of a round: number, mean norm, norm of the mean, cosine
+            seeds = [[math.nan if each[part] is None else each[part] for each in found] for found in rounds]
+            panel.plot(at, [fmean(values) for values in seeds], **style, linewidth=1.3, label=label)
+            panel.fill_between(at, [*map(min, seeds)], [*map(max, seeds)], color=style["color"], alpha=0.15, linewidth=0)
+    for panel, name in zip(
+        panels, ("mean cosine of the islands' deltas", "mean norm of the deltas", "norm of their mean"), strict=True
+    ):
+        panel.set(xlabel="share of the run", ylabel=name)
+    panels[0].legend(frameon=False, fontsize=8)
     return figure

@@ -26,14 +26,17 @@ def claims(plan: Plan) -> list[Claim]:
     """The paper's claims about these rows."""
     shortest, longest = min(plan.lengths), max(plan.lengths)
     few, many = f"k={plan.islands}", f"k={max(plan.counts)}"
-    none, times = f"warm {min(plan.warm_starts)}", plan.islands
+    none, times, batch = f"warm {min(plan.warm_starts)}", plan.islands, f"{plan.islands}x batch"
     return [
         lower("More frequent exchanges end lower.", f"H={shortest}", f"H={longest}"),
         costs(f"{longest // shortest} times fewer exchanges cost little (2.9 %).", f"H={longest}", f"H={shortest}", 2.9),
         lower("More islands end lower, at more tokens.", few, "k=1"),
         *_diminishing(few, many),
+        lower("Also with shards by k-means, further islands end lower.", f"{many}, k-means", f"{few}, k-means"),
+        lower("DiLoCo is better than one worker from scratch (Figure 2).", DEFAULT, "from scratch"),
         costs("Shards by k-means, weighted by examples, cost nothing (-0.4 %; bound 0.5 %).", "k-means, examples", "IID", 0.5),
         *(lower(f"Nesterov is better than {other}.", "Nesterov 0.9, 0.7", other) for other in _OTHER_RULES),
+        alike("A cosine of the outer rate ends as a constant one does (similar; bound 1 %).", "outer cosine", DEFAULT, 1.0),
         costs("Losing half of the deltas costs little (2.1 %).", "drop 0.5", "drop 0", 2.1),
         alike("Doubling the islands and halving them end alike (bound 1 %).", "pool: doubling", "pool: halving", 1.0),
         alike("Ramping islands up and ramping them down end alike (bound 1 %).", "pool: ramp up", "pool: ramp down", 1.0),
@@ -45,8 +48,8 @@ def claims(plan: Plan) -> list[Claim]:
         lower("An outer step helps a single island, without any network.", "k=1", "one worker"),
         *(lower(f"DiLoCo is better than one worker: {size}.", f"{size}, DiLoCo", f"{size}, one worker") for size in _SIZES),
         _grows("The gain over one worker grows with the model (4.33 % at 60M, 7.49 % at 400M).", "small", "large"),
-        lower(f"DiLoCo is better than {times} times the batch on one worker (1.8 %).", DEFAULT, f"{times}x batch"),
-        lower("DiLoCo is better than data-parallel training on the same tokens (1.8 %).", DEFAULT, "DDP"),
+        lower(f"DiLoCo is better than {times} times the batch on one worker (1.8 %).", DEFAULT, batch, ("one worker", batch)),
+        lower("DiLoCo is better than data-parallel training on the same tokens (1.8 %).", DEFAULT, "DDP", ("one worker", "DDP")),
         lower(f"{times} times the updates on one worker are better than DiLoCo (2.0 %).", f"{times}x updates", DEFAULT),
     ]
 

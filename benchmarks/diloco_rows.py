@@ -21,6 +21,10 @@ class MakesRows(Protocol):
     def row(self, name: str, *settings: str) -> Row: ...
 
 
+K_MEANS = ("data.partition=KMeans(fit_examples=2000)", "algorithm.weighting=examples")
+"""Shards of different text, weighted by their sizes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(Workload):
     """The workload and the values of the rows.
@@ -67,6 +71,7 @@ def groups(plan: Plan) -> list[Group]:
         _counts,
         _partitions,
         _outer_rules,
+        _decay,
         _drops,
         _quorums,
         pools,
@@ -97,8 +102,12 @@ def _counts(plan: Plan) -> Group:
     return Group(
         name="k",
         title="Islands (k)",
-        note="The same steps per island, so tokens grow with k.",
-        rows={f"k={count}": plan.row(f"k={count}", f"cluster.islands={count}") for count in plan.counts},
+        note="The same steps per island, so tokens grow with k. k-means: shards of different text, weighted by examples.",
+        rows={f"k={count}": plan.row(f"k={count}", f"cluster.islands={count}") for count in plan.counts}
+        | {
+            f"k={count}, k-means": plan.row(f"k={count}, k-means", f"cluster.islands={count}", *K_MEANS)
+            for count in plan.counts[1:]
+        },
     )
 
 
@@ -134,6 +143,16 @@ def _outer_rules(plan: Plan) -> Group:
         note="Learning rate, then momentum. SGD with a rate of 1 is Federated Averaging. The paper has Nesterov with 0.7 and 0.9 "
         "for 128 rounds; in few rounds a momentum of 0.9 is still building up when the run ends.",
         rows={name: plan.row(name, f"algorithm.outer={rule}") for name, rule in rules.items()},
+    )
+
+
+def _decay(plan: Plan) -> Group:
+    decayed = f"algorithm.outer.lr=Cosine(lr=0.9,steps={plan.steps // plan.inner_steps})"
+    return Group(
+        name="decay",
+        title="The outer rate over the run",
+        note="Constant, or down to 0 by a cosine over all rounds.",
+        rows={DEFAULT: default_row(plan), "outer cosine": plan.row("outer cosine", decayed)},
     )
 
 
@@ -245,7 +264,8 @@ def _baselines(plan: Plan) -> Group:
         name="baselines",
         title="Baselines",
         note=f"After the warm start one worker has 1/{times} of the tokens. The other rows have all tokens: in a larger batch on "
-        f"one worker, in more updates on one worker, or on islands that exchange at every step (DDP).",
+        f"one worker, in more updates on one worker, or on islands that exchange at every step (DDP). From "
+        f"scratch: one worker in one schedule, without a warm start.",
         rows={
             DEFAULT: default_row(plan),
             "one worker": _one_worker(plan),
@@ -254,6 +274,7 @@ def _baselines(plan: Plan) -> Group:
                 f"{times}x updates", "cluster.islands=1", f"train.steps={times * plan.steps}", recipe=DDP
             ),
             "DDP": plan.row("DDP", recipe=DDP),
+            "from scratch": _one_worker(plan, "train.warm_start_steps=0", f"train.steps={plan.steps + plan.warm_start}"),
         },
     )
 

@@ -6,8 +6,9 @@ The text is a folder that `atoll data prepare` wrote, for instance a Wikipedia d
     atoll data prepare files:DOMAINS --tokenizer prepared/wiki/tokenizer.json --out prepared/domains
 
 Rows of the headline have three seeds, all others one; verdicts mark rows with one seed. `--minutes` starts no cell after that time:
-the same command with the same `--record` continues, on another day or another machine. Without a GPU the script skips the cells
-that need one, and writes the tables of a record that has at least the default's cell.
+the same command with the same `--record` continues, on another day or another machine. `--dry-run` lists the
+missing cells. Without a GPU the script skips the cells that need one, and writes the tables of a record that has at least the
+default's cell.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from atoll.runs.run_settings import Run
 from cells import Outcome, Row, key_of, run_rows
 from claims import Claim, claims_section
 from curves import CAPTION, save_curves
-from record import Record, benchmark_parser, check_texts, open_record
+from record import Record, benchmark_parser, check_texts, missing_text, open_record
 from seed_statistics import Sample, Scatter, scatter
 from workload import Workload
 
@@ -129,7 +130,12 @@ class Evidence(Generic[P]):
         until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
         how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s, "can_run": _can_run_here}
         texts = {name: folder for name, folder in (("text", options.text), ("domains", options.domains)) if folder is not None}
-        check_texts(record, texts)
+        check_texts(record, texts, needed=not options.dry_run)
+        if options.dry_run:
+            listed: list[str] = []
+            self.run(plan, chosen, record, options.seeds, listed=listed)
+            print(missing_text(listed))
+            return
         self.run(plan, chosen, record, options.seeds, warm=record.path / "warm", **how)
         outcomes = self.recorded(plan, record, options.seeds)  # all that the record holds, also of groups that were not chosen
         if DEFAULT in outcomes:
@@ -177,7 +183,7 @@ class Evidence(Generic[P]):
         record.publish(self.title, sections, plot=self.plot(plan, outcomes, record.plot) or "")
 
     def _parser(self) -> argparse.ArgumentParser:
-        parser = benchmark_parser(self.about, self.name, quick=True)
+        parser = benchmark_parser(self.about, self.name, quick=True, dry=True)
         names = [group.name for group in self.groups(replace(self.plan(True), domains="."))]
         parser.add_argument("--text", type=Path, required=True, help="a folder that `atoll data prepare` wrote")
         parser.add_argument("--domains", type=Path, help="such a folder of several domains, for unequal shards")

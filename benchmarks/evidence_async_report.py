@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ablations import mild
 from async_ablations import pairs, remedies
-from async_rows import DELAYED, NAIVE, SYNC
+from async_rows import DELAYED, NAIVE, ONE, SYNC
 from cells import Outcome
 from claims import Claim, alike, higher, lower, time_line, without_scatter
 from figure_text import decoder_text
@@ -43,7 +43,7 @@ def claims(plan: Plan) -> list[Claim]:
         lower(f"{DELAYED} is better than a discount by staleness.", DELAYED, "Polynomial"),
         lower(f"{DELAYED} is better than delay compensation.", DELAYED, "compensation"),
         lower(f"{DELAYED} is better than a buffer.", DELAYED, "buffer"),
-        lower(f"{DELAYED} is better than {plan.batch} (3.2 %).", DELAYED, plan.batch),
+        lower(f"{DELAYED} is better than {plan.batch} (3.2 %).", DELAYED, plan.batch, (ONE, plan.batch)),
         *remedies(),
         *pairs(),
         *(claim for size in ("large", plan.large_at) for claim in _larger(size, within)),

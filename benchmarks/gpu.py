@@ -1,9 +1,12 @@
 """The speed of simulated islands on one GPU, compared with a bare compiled PyTorch loop.
 
-    python benchmarks/gpu.py                                  all cells: about twenty minutes of an H200
+    python benchmarks/gpu.py --text FOLDER                    all algorithms on real text, then DiLoCo on random tokens, by model
+    python benchmarks/gpu.py                                  DiLoCo alone: about twenty minutes of an H200
     python benchmarks/gpu.py --presets m150                   one model, and small batches
     python benchmarks/gpu.py --only presets --minutes 4       starts no cell after 4 minutes; the same command continues
     python benchmarks/gpu.py --quick                          smoke test at small sizes, also on a CPU
+
+With `--text`, a folder that `atoll data prepare` wrote, `gpu_algorithms.py` measures first, into a record of its own.
 
 For each preset: tokens per second, model FLOP utilisation relative to a matrix product of the same run, and memory, of a bare loop
 and of DiLoCo on 1, 4, 8 and 64 islands, if they fit into memory. With small batches, which do not fill a device: islands one after
@@ -22,10 +25,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import gpu_algorithms
 from atoll.core.errors import AtollError, ConfigError
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_bytes, human_count
@@ -35,7 +40,7 @@ from gpu_plan import FLOPS_FORMULA, PRESETS, Cell, Plan, Shape, plan_of, quick_p
 from gpu_report import figure, sections_of
 from gpu_results import MATRIX, Measured, Results, bare_key, matrix_key
 from progress import CellProgress
-from record import Record, benchmark_parser, fill, open_record, script
+from record import Record, benchmark_parser, fill, missing_text, open_record, script
 
 
 class Measuring:
@@ -164,10 +169,35 @@ class Measuring:
         return f"failed: {message}"
 
 
+PARTS = ("algorithms", "presets", "small")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
+    begun_s = time.monotonic()
+    if options.text is not None and (not options.only or "algorithms" in options.only):
+        gpu_algorithms.main(_of_algorithms(options))
+    elif "algorithms" in (options.only or ()):
+        raise ConfigError("--only algorithms: name the text that they read, --text FOLDER.")
+    if not options.only or {"presets", "small"} & {*options.only}:
+        _by_model(options, begun_s)
+
+
+def _of_algorithms(options: argparse.Namespace) -> list[str]:
+    """The arguments of the part with all algorithms."""
+    named = {"text": options.text, "record": options.algorithms_record, "docs": options.docs, "device": options.device}
+    given = [part for name, value in named.items() if value is not None for part in (f"--{name}", str(value))]
+    switches = [f"--{name.replace('_', '-')}" for name in ("quick", "quiet", "dry_run") if getattr(options, name)]
+    return [*given, "--minutes", str(options.minutes), *switches]
+
+
+def _by_model(options: argparse.Namespace, begun_s: float) -> None:
+    """The part with DiLoCo alone, by model and batch."""
     device, plan = options.device or ("cuda" if torch.cuda.is_available() else "cpu"), _plan(options)
     record = open_record(options, "gpu")
+    if options.dry_run:
+        print(missing_text(_missing(plan, record)))
+        return
     able = options.quick or (is_cuda(device) and torch.cuda.is_available())
     if not able and record.get(matrix_key(plan.matrix)) is None:
         raise ConfigError(
@@ -176,8 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     # The same number everywhere: torch compiles a loss again for another number of threads.
     torch.set_num_threads(1)
-    until_s = time.monotonic() + 60 * options.minutes if able else -math.inf
-    with CellProgress("gpu", _missing(plan, record), quiet=options.quiet) as progress:
+    until_s = begun_s + 60 * options.minutes if able else -math.inf
+    with CellProgress("gpu", len(_missing(plan, record)), quiet=options.quiet) as progress:
         measuring = Measuring(plan, record, device, progress, until_s)
         measuring.all()
     results = Results(plan, record)
@@ -189,10 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise AtollError(f"some cells failed, and the record has the others: {'; '.join(measuring.failed)}")
 
 
-def _missing(plan: Plan, record: Record) -> int:
+def _missing(plan: Plan, record: Record) -> list[str]:
     keys = [matrix_key(plan.matrix), *(bare_key(shape, plan.turns) for shape in plan.groups)]
     keys += [cell.key for cells in plan.groups.values() for cell in cells]
-    return sum(record.get(key) is None for key in keys)
+    return [key for key in keys if record.get(key) is None]
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -214,7 +244,9 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser(__doc__, "gpu", page="docs/evidence.md", quick=True)
+    parser = benchmark_parser(__doc__, "gpu", page="docs/evidence.md", quick=True, dry=True)
+    parser.add_argument("--text", type=Path, help="a prepared text, on which all algorithms are measured; None: they are not")
+    parser.add_argument("--algorithms-record", type=Path, help="their record's folder; None: records/<today>_gpu_algorithms")
     parser.add_argument(
         "--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS), help="models, in the order of measurement"
     )
@@ -222,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--islands", type=int, nargs="+", help="numbers of islands; None: 1, 4, 8 and 64")
     parser.add_argument("--inner-steps", type=int, default=25, help="inner steps per round; fewer with more than 8 islands")
     parser.add_argument("--turns", type=int, default=3, help="turns per cell, after a warm-up; fewer with more than 8 islands")
-    parser.add_argument("--only", action="append", choices=["presets", "small"], help="measure this part; None: both")
+    parser.add_argument("--only", action="append", choices=PARTS, help="measure this part; None: all")
     parser.add_argument("--minutes", type=float, default=60.0, help="start no cell after this time")
     parser.add_argument("--device", help="None: cuda if there is one")
     return parser

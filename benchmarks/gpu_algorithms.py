@@ -1,5 +1,6 @@
 """The speed of every algorithm in the simulator on one GPU, compared with a bare compiled PyTorch loop in the same process.
 
+    python benchmarks/gpu.py --text FOLDER --only algorithms  the same, as a part of all speeds
     python benchmarks/gpu_algorithms.py --text FOLDER         all rows: less than ten minutes of an H200
     python benchmarks/gpu_algorithms.py --quick               smoke test at small sizes, also on a CPU
 
@@ -46,7 +47,18 @@ from gpu_device import device_name, free_memory, is_cuda, seconds, synchronize
 from gpu_loops import Subject
 from gpu_plan import Shape
 from progress import CellProgress
-from record import Record, benchmark_parser, bullets, check_texts, holds_text, markdown_table, open_record, script
+from record import (
+    Record,
+    benchmark_parser,
+    bullets,
+    check_texts,
+    holds_text,
+    markdown_table,
+    missing_text,
+    open_record,
+    replace_between,
+    script,
+)
 from sim_speed import fused_adamw
 
 LEAST_SHARE = 0.95
@@ -63,6 +75,8 @@ ALGORITHMS = {
     "DPU": "DPU(warmup=1)",
     "WP": "WP(warmup=1)",
     "ZeRO-1": "ZeRO1()",
+    "Streaming": "Streaming(inner_steps={h})",
+    "eager updates": "Eager(inner_steps={h})",
 }
 DEFAULTS, STRICT = "DiLoCo, defaults", "DiLoCo, fp32-strict, not compiled"
 NAMES = (*ALGORITHMS, DEFAULTS, STRICT)
@@ -317,6 +331,32 @@ def sections(rows: Rows, figures: dict[str, Figures], device: str, missing: Sequ
     return [f"## Outcome\n\n{outcome}", f"## Figures\n\n{note}\n\n{markdown_table(headings, table)}", *left]
 
 
+def page_text(figures: dict[str, Figures], missing: Sequence[str], tokens: int) -> str:
+    """The same in short, for a page: whether all algorithms reach the required share, and a table."""
+    bare_s = [one.bare_step_s for one in figures.values()]
+    below = [name for name, one in figures.items() if name in ALGORITHMS and one.share(min(bare_s)) < LEAST_SHARE]
+    unknown = [name for name in missing if name in ALGORITHMS]
+    reasons = [f"{', '.join(below)} {'does' if len(below) == 1 else 'do'} not reach it"] if below else []
+    reasons += [f"not measured for want of device time: {', '.join(unknown)}"] if unknown else []
+    shown = f"**It is not shown**: {'; '.join(reasons)}." if reasons else "**Every algorithm reaches it.**"
+    rows = [
+        [
+            name,
+            human_count(one.tokens_per_s),
+            f"{one.share(min(bare_s)):.2f}",
+            f"{median(one.shares):.2f} ({min(one.shares):.2f} to {max(one.shares):.2f})",
+        ]
+        for name, one in figures.items()
+    ]
+    slowest, fastest = (human_count(tokens / step_s) for step_s in (max(bare_s), min(bare_s)))
+    spread = (
+        f"The bare loop's own speed varied between rows, from {slowest} to {fastest} tokens per second, so its fastest median is "
+        f"the one to compare with:"
+    )
+    headings = ["", "tokens per second", "over the fastest bare loop", "over the bare loop beside it"]
+    return f"{shown} {spread}\n\n{markdown_table(headings, rows)}"
+
+
 # ---------------------------------------------------------------------------------------------------------------------- command
 
 
@@ -326,9 +366,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     record = open_record(options, "gpu_algorithms")
     if options.text is not None:
-        check_texts(record, {"text": options.text})
+        check_texts(record, {"text": options.text}, needed=not options.dry_run)
     rows = Rows(QUICK if options.quick else Sizes(), options.text, device)
     failed: list[str] = []
+    if options.dry_run:
+        print(missing_text([name for name in NAMES if name not in rows.recorded(record)]))
+        return
     if options.quick or is_cuda(device):
         failed = _measure(rows, record, options)
     elif not rows.recorded(record):
@@ -338,7 +381,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     figures = {name: Figures(cell, _tokens(rows.sizes)) for name, cell in rows.recorded(record).items()}
     left = [name for name in NAMES if name not in figures]
-    record.publish("Algorithms on one GPU", sections(rows, figures, _recorded_device(record) or device_name(device), left))
+    made = sections(rows, figures, _recorded_device(record) or device_name(device), left)
+    record.publish("Algorithms on one GPU", made)
+    if options.docs is not None and figures:
+        replace_between(options.docs, "gpu_algorithms", page_text(figures, left, _tokens(rows.sizes)))
     if failed:
         raise AtollError(f"some rows failed, and the record has the others: {'; '.join(failed)}")
 
@@ -409,7 +455,7 @@ def _tokens(sizes: Sizes) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser(__doc__, "gpu_algorithms", quick=True)
+    parser = benchmark_parser(__doc__, "gpu_algorithms", page="docs/evidence.md", quick=True, dry=True)
     parser.add_argument("--text", type=Path, help="the folder of a text that `atoll data prepare` wrote; None: random tokens")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no row after this time")
     parser.add_argument("--device", help="None: cuda if there is one")

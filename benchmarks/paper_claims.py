@@ -6,10 +6,11 @@
     python benchmarks/paper_claims.py --text prepared/wiki --workload large         6.8 million parameters and a BPE of 8,192
     python benchmarks/paper_claims.py --text prepared/small --quick                 smoke test
 
-`--minutes` starts no cell after that time. Cells then run in the order of importance: the headline, the tables with one seed,
-methods of other papers. Without it long cells run first. The same command with the same `--record` continues, also with the same
-text in another folder. With `--minutes 0` it writes the tables of a record, without a GPU. `--dry-run` lists the missing cells in
-the order of importance. `--only` starts those of some tables.
+`--minutes` starts no cell after that time. Cells then run in the order of importance, and always so on a GPU: the headline, the
+tables with one seed, methods of other papers. Else long cells run first. The same command with the same `--record` continues, also
+with the same text in another folder; on a GPU it needs the record's folder `warm`, since two warm starts differ there. Without that
+folder `--choices RECORD` begins a new record with the choices of an old one. With `--minutes 0` it writes the tables of a record,
+without a GPU. `--dry-run` lists the missing cells in the order of importance. `--only` starts those of some tables.
 
 With `--processes` above 1 on a GPU start CUDA's MPS first, else the processes compute in turns: nvidia-cuda-mps-control -d
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +28,13 @@ from pathlib import Path
 import paper_claims_choices as choices_of
 import paper_claims_rows as rows_of
 from ablations import Group
+from atoll.core.errors import ConfigError
+from atoll.telemetry.units import human_bytes
 from cells import Outcome, Row, Wanted, run_cells
+from paper_claims_pages import short_table, write_coverage
 from paper_claims_report import brief_table, differences_table, report, save_plots
 from paper_claims_verdicts import Study
-from record import benchmark_parser, check_texts, open_record, replace_between, script
+from record import Record, benchmark_parser, check_texts, open_record, replace_between, script, text_identity
 
 CHOICE_SEED = 100
 """Seeds of the tables are smaller."""
@@ -41,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = rows_of.QUICK if options.quick else rows_of.PLANS[options.workload]
     plan = replace(plan, text=str(options.text), more=tuple(options.set))
     record = open_record(options, f"paper_claims_{options.workload}")
-    check_texts(record, {"text": options.text})
+    check_texts(record, {"text": options.text}, needed=not options.dry_run)
+    if options.choices is not None and (record.path / "text.json").exists():
+        take_choices(record, options.choices)
+    runs = not options.dry_run and options.minutes != 0
+    if runs and plan.device == "cuda":
+        check_starts(record)
     listed: list[str] | None = [] if options.dry_run else None
     order = Order(
         plan=plan,
@@ -63,14 +73,65 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = json.loads((record.path / "text.json").read_text("utf-8"))["text"]
     study = Study(plan=plan, choices=choices, tried=tried, outcomes=outcomes, text=text, seeds=order.seeds)
     sections = report(study)
-    plot = save_plots(plan, outcomes, record.plot, record.path / "deltas.png")
+    plots = save_plots(plan, outcomes, record.path)
     small = options.workload == "small"  # the page has its differences alone
     marker = f"paper_claims_{options.workload}"
-    record.publish("The papers' claims", sections, plot=plot, docs=(None if small else options.docs, marker))
+    record.publish("The papers' claims", sections, plots=plots, docs=(None if small else options.docs, marker))
     if small and options.docs is not None:
         replace_between(options.docs, marker, differences_table(study))
+    elif options.docs is not None and rows_of.ONE in study.outcomes:
+        replace_between(options.docs, "evidence_brief", brief_table(study))
+        replace_between(options.docs, "evidence_short", short_table(study))
     if options.readme is not None:
         replace_between(options.readme, "evidence_brief", brief_table(study))
+    if options.coverage is not None:
+        write_coverage(options.coverage, study, rows_of.one_seed(plan, choices))
+    every = replace(order, only=frozenset(), limited=True, waits=False)
+    missing: list[str] = []
+    run_cells(every.wanted, record, "", listed=missing)
+    print(f"\n{left_text(missing, record)}")
+
+
+def left_text(missing: Sequence[str], record: Record) -> str:
+    """Which cells of the whole study are missing, by table, and how to continue."""
+    if not missing:
+        return "No cell is missing."
+    tables = Counter(line.partition(": ")[0] for line in missing)
+    shown = ", ".join(f"{table} {count}" for table, count in tables.items())
+    starts = sum(file.stat().st_size for file in (record.path / "warm").glob("*"))
+    return (
+        f"{len(missing)} cells are missing: {shown}. The same command continues with --record {record.path}, on another machine "
+        f"with a copy of its folder warm ({human_bytes(starts)})."
+    )
+
+
+def take_choices(record: Record, other: Path) -> None:
+    """Copies the cells of the choices from another record of the same text. No table has their seed, so their warm start may be
+    another one.
+
+    Raises:
+        ConfigError: the other record read another text.
+    """
+    mine, its = (json.loads((path / "text.json").read_text("utf-8"))["text"] for path in (record.path, other))
+    if text_identity(mine) != text_identity(its):
+        raise ConfigError(f"--choices {other}: it read another text than {record.path}. Choose anew, without --choices.")
+    for cell in Record(other).cells:
+        if cell["seed"] == CHOICE_SEED and record.get(cell["key"]) is None:
+            record.copy({**cell, "measured_in": other.resolve().name})
+
+
+def check_starts(record: Record) -> None:
+    """
+    Raises:
+        ConfigError: the record has rows of the tables, but not the weights that they began with.
+    """
+    begun = any(cell["seed"] != CHOICE_SEED for cell in record.cells)
+    if begun and not any((record.path / "warm").glob("*.safetensors")):
+        raise ConfigError(
+            f"--record {record.path}: its folder warm is missing, so new rows would begin with other weights than the recorded "
+            f"ones, and would not be judged. Copy the folder from where they ran, or begin another record with "
+            f"--choices {record.path}."
+        )
 
 
 def _listed_text(choices: Mapping[str, rows_of.Choice], cells: int) -> str:
@@ -88,8 +149,8 @@ class Order:
         plan: the workload.
         seeds: of the tables with several seeds.
         only: the tables whose missing cells start; empty: all.
-        limited: the order is that of importance, since the time may end; else long cells run first, so that no process is left
-            alone with one at the end. Choices are first, since rows follow from them.
+        limited: the order is that of importance, since the time may end, as it always may on a GPU; else long cells run first, so
+            that no process is left alone with one at the end. Choices are first, since rows follow from them.
         waits: a row starts once its method has tried the rate beyond an edge, which may change its choice.
     """
 
@@ -108,7 +169,7 @@ class Order:
             self._cells(groups, seeds, title, {label for group in sure for label in group.rows})
             for (groups, seeds, title), (sure, _, _) in zip(self.tables(choices), self.tables(settled), strict=True)
         )
-        if self.limited:
+        if self.limited or self.plan.device == "cuda":
             return [*papers, *headline, *alone, *beyond, *exchanges]
         return [*papers, *beyond, *sorted([*headline, *alone, *exchanges], key=lambda each: _length(each.row), reverse=True)]
 
@@ -160,15 +221,16 @@ def _length(row: Row) -> tuple[int, int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser(__doc__, "paper_claims", page="docs/evidence.md", quick=True)
+    parser = benchmark_parser(__doc__, "paper_claims", page="docs/evidence.md", quick=True, dry=True)
     parser.add_argument("--text", type=Path, required=True, help="a folder that `atoll data prepare` wrote")
     parser.add_argument("--workload", choices=rows_of.PLANS, default="small", help="small on a CPU, the others on a GPU")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the headline; other rows have the first")
     parser.add_argument("--only", action="append", choices=rows_of.TABLES, help="start cells of this table alone; repeatable")
-    parser.add_argument("--dry-run", action="store_true", help="list the missing cells in the order in which they would run")
+    parser.add_argument("--choices", type=Path, help="a record of the same text; a new record takes over what its methods chose")
     parser.add_argument("--minutes", type=float, help="start no cell after this time")
     parser.add_argument("--processes", type=int, default=1, help="cells that run in parallel")
     parser.add_argument("--readme", type=Path, help="write the headline between the markers evidence_brief of this page")
+    parser.add_argument("--coverage", type=Path, help="write the verdicts of this study into this page, such as docs/coverage.md")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every row")
     return parser
 

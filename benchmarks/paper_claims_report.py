@@ -153,27 +153,36 @@ def reach_table(outcomes: Outcomes, rows: Sequence[str], target: str, seeds: int
 
 
 def reach_tables(plan: Plan, outcomes: Outcomes, seeds: int) -> list[str]:
-    """DiLoCo against each larger batch, asynchronous against synchronous training, ACCO against a DDP that overlaps."""
+    """DiLoCo against each larger batch, asynchronous against synchronous training, ACCO against a DDP that overlaps, also over a
+    slow link and with a slow worker."""
     rows = {times_batch(k): [times_batch(k), *(diloco(k, length) for length in plan.lengths)] for k in plan.counts}
-    rows |= {SYNC: [SYNC, *rows_of.HUB], OVERLAPPED: [OVERLAPPED, ACCO, FREE, DPU, WP]}
+    rows |= {SYNC: [SYNC, *rows_of.HUB], OVERLAPPED: [OVERLAPPED, rows_of.ZERO, ACCO, FREE, DPU, WP]}
+    for named, methods in ((rows_of.on_slow_link, rows_of.SLOW_LINK), (rows_of.with_slow_worker, rows_of.SLOW_WORKER)):
+        rows[named(OVERLAPPED)] = [named(method) for method in methods]
     return [reach_table(outcomes, labels, target, seeds) for target, labels in rows.items() if target in outcomes]
 
 
 # ----------------------------------------------------------------------------------------------------------------------- plots
 
 
-def save_plots(plan: Plan, outcomes: Outcomes, curves: Path, deltas: Path) -> str:
-    """Loss against tokens, virtual time and bytes for the headline; cosines and norms of DiLoCo's deltas over a run. Returns a
-    caption; empty if there is nothing to draw."""
-    if diloco(plan.islands, plan.lengths[0]) not in outcomes:
-        return ""
-    shown = [ONE, times_batch(plan.islands), diloco(plan.islands, plan.lengths[0]), diloco(plan.islands, plan.lengths[1])]
-    shown += [SYNC, DELAYED, OVERLAPPED, ACCO]
-    drawn = {label: outcomes[label] for label in shown if label in outcomes and outcomes[label].curves}
-    save_figure(costs_figure, drawn, curves)
+def save_plots(plan: Plan, outcomes: Outcomes, folder: Path) -> dict[str, str]:
+    """Loss against tokens, virtual time and bytes: the headline with few islands, and DiLoCo with many or in long rounds. Cosines
+    and norms of DiLoCo's deltas over a run. Returns captions by file; empty if there is nothing to draw."""
+    few, many, (short, middle, long) = plan.islands, plan.many, plan.lengths
+    if diloco(few, short) not in outcomes:
+        return {}
+    first = [ONE, times_batch(few), diloco(few, short), diloco(few, middle), SYNC, DELAYED, OVERLAPPED, ACCO]
+    second = [ONE, times_batch(few), diloco(few, long), times_batch(many), *(diloco(many, length) for length in plan.lengths)]
+    for name, shown in (("plot.png", first), ("many_islands.png", second)):
+        drawn = {label: outcomes[label] for label in shown if label in outcomes and outcomes[label].curves}
+        save_figure(costs_figure, drawn, folder / name)
     rounds = {label: outcomes[label] for label in outcomes if label.startswith("DiLoCo, k=") and any(outcomes[label].deltas)}
-    save_figure(deltas_figure, rounds, deltas)
-    return "loss against tokens, virtual time and bytes"
+    save_figure(deltas_figure, rounds, folder / "deltas.png")
+    return {
+        "plot.png": "loss against tokens, virtual time and bytes",
+        "many_islands.png": f"the same with {many} islands, and in rounds of {long} steps",
+        "deltas.png": "cosines and norms of the islands' deltas over a run, means and ranges over seeds",
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------- report

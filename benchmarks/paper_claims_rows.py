@@ -15,20 +15,23 @@ from cells import Row
 ONE, UPDATES, DILOCO, LARGE = "one worker", "updates", "DiLoCo", "batch"
 SYNC, NAIVE, BUFFER, DELAYED = "DiLoCo, unequal workers", "naive", "buffer", "Delayed Nesterov, DyLU"
 OVERLAPPED, ACCO, FREE, DPU, WP = "DDP, overlapped", "ACCO", "ACCO, free batch, bf16", "DPU", "WP"
+ZERO, FREE_DPU, FREE_WP = "ZeRO-1, overlapped", "DPU, free batch, bf16", "WP, free batch, bf16"
 SPARSE, EAGER, MUON, MUON_BATCH = "SparseLoCo", "eager updates", "Muon inside", "Muon, batch"
 DENSE, STREAMING = "DiLoCo, fp32", "streaming, 4 fragments"
 RECIPES = {ONE: "demo-ddp", LARGE: "demo-ddp", UPDATES: "demo-ddp", DILOCO: "demo-diloco", SYNC: "demo-diloco"}
 RECIPES |= dict.fromkeys((NAIVE, BUFFER, DELAYED), "demo-async")
 RECIPES |= {OVERLAPPED: "demo-ddp", ACCO: "demo-acco", FREE: "demo-acco", DPU: "demo-dpu", WP: "demo-wp"}
+RECIPES |= {ZERO: "demo-zero1", FREE_DPU: "demo-dpu", FREE_WP: "demo-wp"}
 RECIPES |= {SPARSE: "demo-sparseloco", EAGER: "demo-eager", MUON: "demo-muloco", MUON_BATCH: "demo-ddp"}
 RECIPES |= {DENSE: "demo-diloco", STREAMING: "demo-streaming"}
-CHOSEN_BY = {SYNC: DILOCO, OVERLAPPED: LARGE, FREE: ACCO, DENSE: DILOCO, STREAMING: DILOCO}
+CHOSEN_BY = {SYNC: DILOCO, OVERLAPPED: LARGE, ZERO: LARGE, FREE: ACCO, FREE_DPU: DPU, FREE_WP: WP, DENSE: DILOCO, STREAMING: DILOCO}
 """Rows that reuse another method's choice."""
 METHODS = tuple(method for method in RECIPES if method not in CHOSEN_BY)
 BEYOND = (SPARSE, EAGER, MUON, MUON_BATCH)
 """Methods of other papers, which choose after all rows of the three papers."""
 OF_THE_PAPERS = tuple(method for method in METHODS if method not in BEYOND)
 HUB = (NAIVE, BUFFER, DELAYED)
+OVERLAPS = (OVERLAPPED, ZERO, ACCO, FREE, DPU, FREE_DPU, WP, FREE_WP)
 EXCHANGES = (DENSE, STREAMING, *BEYOND)
 
 
@@ -98,8 +101,11 @@ class Plan:
             DELAYED: f"AsyncLocalSGD({hub},outer={delayed},pace=given)",
             ACCO: "ACCO()",
             FREE: "ACCO(batch=free,wire=bf16)",
+            ZERO: f"ZeRO1(buckets={self.buckets})",
             DPU: f"DPU(warmup={self.dpu_warmup})",
             WP: "WP()",
+            FREE_DPU: f"DPU(warmup={self.dpu_warmup},batch=free,wire=bf16)",
+            FREE_WP: "WP(batch=free,wire=bf16)",
             DENSE: f"DiLoCo(inner_steps={length},outer={rule})",
             STREAMING: f"Streaming(inner_steps={length},outer={rule},fragments={self.fragments},overlap={self.overlaps[0]})",
             SPARSE: f"DiLoCo(inner_steps={length},outer=SGD(lr={outer[0]:g}),codec=topk,feedback=0.95)",
@@ -112,7 +118,7 @@ class Plan:
         """A method with its choice; `settings` come last."""
         islands, length = islands or self.islands, length or self.lengths[0]
         steps = self.steps * islands if method == UPDATES else self.steps
-        if method in (ACCO, FREE, DPU, WP, OVERLAPPED):
+        if method in OVERLAPS:
             times, latency_s, mbit_per_s = "[1.0]", 0.001, self.overlap_mbit_per_s
         elif method in (SYNC, *HUB):
             times, latency_s, mbit_per_s = "very", self.latency_s, self.hub_mbit_per_s
@@ -303,7 +309,7 @@ def _hub(plan: Plan, choices: Mapping[str, Choice]) -> Group:
 
 
 def _overlap(plan: Plan, choices: Mapping[str, Choice]) -> Group:
-    rows = _rows(plan, choices, {method: (method, {}, ()) for method in (OVERLAPPED, ACCO, DPU, WP)})
+    rows = _rows(plan, choices, {method: (method, {}, ()) for method in (OVERLAPPED, ZERO, ACCO, DPU, WP)})
     against = dict.fromkeys(rows, OVERLAPPED)
     return Group(name="acco", title="ACCO", note="", rows=rows, against=against, timed=against)
 
@@ -317,7 +323,7 @@ def _exchanges(plan: Plan, choices: Mapping[str, Choice]) -> Group:
     last = f"algorithm.overlap={plan.overlaps[-1]}"
     wanted: dict[str, tuple[str, dict[str, int], tuple[str, ...]]] = {DENSE: (DENSE, {}, ())}
     wanted |= {streaming(overlap): (STREAMING, {}, (f"algorithm.overlap={overlap}",)) for overlap in plan.overlaps}
-    wanted[streaming(plan.overlaps[-1], "int4")] = (STREAMING, {}, (last, codec("int4")))
+    wanted |= {streaming(plan.overlaps[-1], name): (STREAMING, {}, (last, codec(name))) for name in ("int4", "fp4")}
     wanted |= {f"DiLoCo, {name}": (DENSE, {}, (codec(name),)) for name in ("int8", "int4", "int2", "topk")}
     wanted |= {f"DiLoCo, {name}, no feedback": (DENSE, {}, (codec(name), feedback(0))) for name in ("int2", "topk")}
     wanted |= {method: (method, {}, ()) for method in (SPARSE, MUON, MUON_BATCH, EAGER)}
@@ -352,11 +358,23 @@ def _windows(plan: Plan, choices: Mapping[str, Choice]) -> Group:
     return _variants(plan, choices, "windows", "Grace windows, with jitter of step times", variants, dict.fromkeys(variants, alone))
 
 
+SLOW_LINK = (OVERLAPPED, ZERO, ACCO, FREE, FREE_DPU, FREE_WP)
+SLOW_WORKER = (OVERLAPPED, ZERO, ACCO, FREE)
+
+
+def on_slow_link(method: str) -> str:
+    return f"{method}, slow link"
+
+
+def with_slow_worker(method: str) -> str:
+    return f"{method}, slow worker"
+
+
 def _slow_link(plan: Plan, choices: Mapping[str, Choice]) -> Group:
     slow, worker = f"cluster.link.bandwidth_mbit_per_s={plan.slow_mbit_per_s:g}", "cluster.step_time_s=[1.0,1.0,1.0,4.0]"
     variants: dict[str, tuple[str, tuple[str, ...]]] = {FREE: (FREE, ())}
-    variants |= {f"{method}, slow link": (method, (slow,)) for method in (OVERLAPPED, ACCO, FREE)}
-    variants |= {f"{method}, slow worker": (method, (worker,)) for method in (OVERLAPPED, FREE)}
+    variants |= {on_slow_link(method): (method, (slow,)) for method in SLOW_LINK}
+    variants |= {with_slow_worker(method): (method, (worker,)) for method in SLOW_WORKER}
     against = {label: f"{OVERLAPPED},{label.rpartition(',')[2]}" for label in variants} | {FREE: OVERLAPPED}
     title = "ACCO with a free batch, over a slow link, and with a slow worker"
     note = (

@@ -35,10 +35,10 @@ RECORDS = Path(__file__).resolve().parent / "records"
 
 
 class Record:
-    """A record's folder, which is created if it does not exist.
+    """A record's folder.
 
     Args:
-        path: the folder.
+        path: the folder, which is created with the first file in it.
         command: the benchmark's command line; None: that of this process.
     """
 
@@ -47,7 +47,6 @@ class Record:
         self.command = shlex.join(command or _command())
         self._started = datetime.now().astimezone().isoformat(timespec="seconds")
         self._source_written = False
-        path.mkdir(parents=True, exist_ok=True)
         self._cells = _read(path / "cells.jsonl")
         self.texts: dict[str, str] = {}
         """The identities of prepared texts by their folders, from `check_texts`. Keys of cells have them, not the folders."""
@@ -71,7 +70,12 @@ class Record:
     def add(self, key: str, cell: Mapping[str, Any]) -> dict[str, Any]:
         """Appends a finished cell and syncs it to disk."""
         self._write_source()
-        line = json.dumps({"key": key, **cell}, allow_nan=False)
+        return self.copy({"key": key, **cell})
+
+    def copy(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """Appends a cell that another record has: this process has not measured it."""
+        key, line = cell["key"], json.dumps(cell, allow_nan=False)
+        self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "cells.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
@@ -80,6 +84,7 @@ class Record:
         return self._cells[key]
 
     def log(self, line: str) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -100,22 +105,32 @@ class Record:
             "`--record` it writes a new record in a folder with today's date. Cells are in `cells.jsonl`, versions and machine in "
             "`source.txt`."
         )
+        self.path.mkdir(parents=True, exist_ok=True)
         readme = self.path / "README.md"
         write_text(readme, "\n\n".join([f"# {title}", *sections, reproduce]) + "\n")
         return readme
 
-    def publish(self, title: str, sections: Sequence[str], *, plot: str = "", docs: tuple[Path | None, str] = (None, "")) -> None:
+    def publish(
+        self,
+        title: str,
+        sections: Sequence[str],
+        *,
+        plot: str = "",
+        plots: Mapping[str, str] | None = None,
+        docs: tuple[Path | None, str] = (None, ""),
+    ) -> None:
         """Writes README.md, fills a docs page, and prints the sections.
 
         Args:
             title: of README.md.
             sections: of README.md.
             plot: what the plot shows, for the image's alternative text; empty: no plot.
+            plots: the same by file, of a record with several plots.
             docs: a page and the name of its markers; None: no page.
         """
-        image = [f"![{plot}]({self.plot.name})"] if plot else []
-        readme = self.write(title, [*sections, *image])
-        fill(*docs, sections, self)
+        shown = {self.plot.name: plot} if plot else dict(plots or {})
+        readme = self.write(title, [*sections, *(f"![{caption}]({name})" for name, caption in shown.items())])
+        fill(*docs, sections, self, plots)
         print("\n\n".join(sections))
         print(f"\nrecord: {readme}")
 
@@ -124,6 +139,7 @@ class Record:
         if self._source_written:
             return
         self._source_written = True
+        self.path.mkdir(parents=True, exist_ok=True)
         lines = {"started": self._started, "command": self.command, **source()}
         with (self.path / "source.txt").open("a", encoding="utf-8") as file:
             file.write("".join(f"{name}: {value}\n" for name, value in lines.items()) + "\n")
@@ -170,7 +186,9 @@ def script(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 
-def benchmark_parser(doc: str | None, name: str, *, page: str = "", quick: bool = False) -> argparse.ArgumentParser:
+def benchmark_parser(
+    doc: str | None, name: str, *, page: str = "", quick: bool = False, dry: bool = False
+) -> argparse.ArgumentParser:
     """The options that benchmarks share.
 
     Args:
@@ -178,6 +196,7 @@ def benchmark_parser(doc: str | None, name: str, *, page: str = "", quick: bool 
         name: of the record.
         page: the docs page with markers for the tables; empty: none, and no `--docs`.
         quick: whether there is a `--quick`.
+        dry: whether there is a `--dry-run`.
 
     >>> vars(benchmark_parser("Measures something.", "hub_step", quick=True).parse_args([]))
     {'record': None, 'quiet': False, 'quick': False}
@@ -188,6 +207,8 @@ def benchmark_parser(doc: str | None, name: str, *, page: str = "", quick: bool 
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     if quick:
         parser.add_argument("--quick", action="store_true", help="smoke test at small sizes; its figures mean nothing")
+    if dry:
+        parser.add_argument("--dry-run", action="store_true", help="list the missing cells in the order in which they would run")
     if page:
         parser.add_argument("--docs", type=Path, help=f"write the tables between the markers of this page, such as {page}")
     return parser
@@ -205,6 +226,17 @@ def default_path(name: str, today: date | None = None) -> Path:
     '2031-12-24_demo_seeds'
     """
     return RECORDS / f"{(today or date.today()).isoformat()}_{name}"
+
+
+def missing_text(missing: Sequence[str]) -> str:
+    """What `--dry-run` prints.
+
+    >>> print(missing_text(["DDP", "ACCO"]))
+    DDP
+    ACCO
+    2 cells are missing.
+    """
+    return "\n".join([*missing, f"{len(missing)} cells are missing."])
 
 
 # ------------------------------------------------------------------------------------------------------------------- Markdown
@@ -269,14 +301,15 @@ def _markers(marker: str) -> tuple[str, str]:
     return f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
 
 
-def fill(page: Path | None, marker: str, sections: Sequence[str], record: Record) -> bool:
-    """Puts all sections but the commands between the page's markers, with links to the record and its plot. False without a "
-    "page."""
+def fill(page: Path | None, marker: str, sections: Sequence[str], record: Record, plots: Mapping[str, str] | None = None) -> bool:
+    """Puts all sections but the commands between the page's markers, with links to the record and its plots. False without a
+    page."""
     if page is None:
         return False
     folder = relpath(record.path, page.parent)
     shown = [demoted(section) for section in sections if not section.startswith("## Commands")]
-    plot = [f"![the record's plot]({folder}/{record.plot.name})"] if record.plot.exists() else []
+    every = plots if plots is not None else {record.plot.name: "the record's plot"} if record.plot.exists() else {}
+    plot = [f"![{caption}]({folder}/{name})" for name, caption in every.items()]
     return replace_between(page, marker, "\n\n".join([f"[The record]({folder}/README.md).", *shown, *plot]))
 
 
@@ -294,10 +327,10 @@ def demoted(section: str) -> str:
 _FACTS = ("vocab_size", "tokenizer_digest", "text_bytes", "train", "validation")
 
 
-def check_texts(record: Record, folders: Mapping[str, Path]) -> None:
+def check_texts(record: Record, folders: Mapping[str, Path], *, needed: bool = True) -> None:
     """Compares the prepared texts with those in the record's `text.json`, adds texts that are not in it, and gives the record
     their identities. A text of an older record, which has no digests of its tokens, is compared by the other facts and stays as
-    it is.
+    it is. A text that is not `needed`, to list cells alone, may be missing.
 
     Raises:
         ConfigError: a folder holds another text; or it holds no text, and neither does the record.
@@ -308,6 +341,8 @@ def check_texts(record: Record, folders: Mapping[str, Path]) -> None:
         if not is_prepared(folder):
             if name in known:  # enough to write the tables
                 record.texts[str(folder)] = text_identity(known[name])
+                continue
+            if not needed:
                 continue
             raise ConfigError(
                 f"--{name} {folder}: this is no prepared text. Make one with: atoll data prepare CORPUS --out {folder}"
@@ -323,7 +358,9 @@ def check_texts(record: Record, folders: Mapping[str, Path]) -> None:
                 f"Give that text, or another --record."
             )
         record.texts[str(folder)] = text_identity(known[name])
-    path.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
+    if known:
+        record.path.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
 
 
 def text_identity(facts: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from atoll.runs.cluster import Link, all_reduce_cost
 from atoll.telemetry.plot_style import save_figure
 from atoll.testing.network_namespaces import NetworkNamespace, linked_pair, unavailable_reason
 from progress import CellProgress
-from record import Record, benchmark_parser, open_record, script
+from record import Record, benchmark_parser, missing_text, open_record, script
 from slow_atoll import ALGORITHMS
 from slow_island import VOCAB, Spec, slower_median, unsteadiness
 from slow_simulator import predicted
@@ -168,18 +168,25 @@ QUICK = Size(layers=1, width=32, batch_size=2, inner_steps=2, alone_steps=2, cro
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = benchmark_parser(__doc__, "slow_link", page="docs/slow_links.md", quick=True)
+    parser = benchmark_parser(__doc__, "slow_link", page="docs/slow_links.md", quick=True, dry=True)
     names = ["unshaped" if rate is None else f"{rate:g}" for rate in RATES]
     parser.add_argument("--rates", nargs="+", default=names, help="in Mbit/s, or `unshaped`")
     parser.add_argument("--only", nargs="+", default=[*METHODS, CROSSOVER], choices=[*METHODS, CROSSOVER], help="what to measure")
     options = parser.parse_args(arguments)
     reason = unavailable_reason()
-    if reason is not None:
+    if reason is not None and not options.dry_run and not (options.record and options.record.exists()):
         print(f"skipped: {reason}.")
         return
     record = open_record(options, "slow_link")
     size = QUICK if options.quick else Size()
     rates = [None if text == "unshaped" else float(text) for text in options.rates]
+    missing = [key for key in _keys(size, rates, options.only) if record.get(key) is None]
+    if options.dry_run:
+        print(missing_text(missing))
+        return
+    if missing and reason is not None:
+        print(f"skipped: {reason}.")
+        return
     measure(record, size, rates, options.only, quiet=options.quiet)
     shown = _keys(size, list(dict.fromkeys([*RATES, *rates])), [*METHODS, CROSSOVER])
     cells = [record[key] for key in shown if record.get(key) is not None]

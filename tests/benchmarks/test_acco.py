@@ -36,6 +36,26 @@ def test_acco_demo_writes_record_and_page(b, small_settings, lines_of, tmp_path,
     assert all("islands" in json.loads(cell) for cell in cells)
 
 
+def test_variants_of_dpu_have_the_papers_warm_up_length_and_batch(b, tmp_path, monkeypatch, capsys):
+    demo, plan = b.acco_demo, b.acco_demo.DPU_PLAN
+    rows = {label: row.run(0) for label, row in demo.variant_rows(plan).items()}
+    assert rows[demo.DPU_500].algorithm.warmup == 500
+    tokens = {label: run.train.steps * run.train.batch_size for label, run in rows.items()}
+    assert tokens[demo.DPU_TWICE] == 2 * tokens[demo.DDP]
+    assert tokens[demo.DPU_HALF] == tokens[demo.DDP]
+    small = b.workload.Workload(
+        steps=4,
+        warmup=2,
+        warm_start=2,
+        batch_size=2,
+        model="layers=1,width=8,heads=1,head_size=8",
+        data="seq_len=16,limit_bytes=60000,eval_batches=2",
+    )
+    monkeypatch.setattr(demo, "DPU_PLAN", small)
+    demo.main(["--variants", "--seeds", "0", "--processes", "1", "--record", str(tmp_path), "--quiet"])
+    assert capsys.readouterr().out.count("**one seed, no verdict**") == len(demo.variant_claims())
+
+
 def test_acco_unequal_measures_idle_time_per_island(b, small_settings, tmp_path, capsys):
     arguments = ["--seeds", "0", "--steps", "24", "--rates", "0.01", "--processes", "1", "--record", str(tmp_path), "--quiet"]
     b.acco_unequal.main(arguments + small_settings())

@@ -54,3 +54,18 @@ def test_a_verdict_has_the_ratio_of_tokens(b):
     outcomes = {"default": outcome(b, 1.0, 1.1), "same": outcome(b, 2.0, 2.1), "more": outcome(b, 2.0, 2.1, tokens=200)}
     verdicts = {label: b.ablations.compared(group, label, outcomes)[2] for label in outcomes}
     assert verdicts == {"default": "-", "same": "higher", "more": "higher, at ×2 tokens"}
+
+
+def test_a_claim_about_a_larger_batch_is_judged_only_where_that_batch_gains_little(b):
+    claim = b.claims.lower("A ends below the batch.", "A", "batch", ("one worker", "batch"))
+    rows = {"A": outcome(b, 1.0, 1.1, 1.2), "batch": outcome(b, 1.1, 1.2, 1.3)}
+    for alone, shown, reason in (
+        (1.2, "**holds here**: A ends", None),
+        (1.26, "**not judged here**: A ends", "; batch gains 0.160 nats over one worker, more than 0.15."),
+        (None, "**not judged here**: A ends", "; the gain of batch over one worker was not measured."),
+    ):
+        others = {} if alone is None else {"one worker": outcome(b, alone, alone + 0.1, alone + 0.2)}
+        section = b.claims.claims_section([claim], rows | others)
+        assert shown in section
+        assert reason is None or reason in section
+        assert ("A claim about a larger batch is judged only where" in section) == (reason is not None)

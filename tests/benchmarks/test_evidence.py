@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -220,8 +219,10 @@ def test_published_tables_equal_the_records(scripts, published, name, tmp_path, 
     """With `--minutes 0` no cell starts, also with a GPU. The tables do not need the text."""
     monkeypatch.chdir(tmp_path)
     (record,) = published.glob(f"*_evidence_{name}")
-    domains = ["--domains", "prepared/domains"] if name == "diloco" else []
-    common = ["--text", "prepared/wiki", *domains, "--quiet", "--minutes", "0"]
+    page = (ROOT / "benchmarks" / "records" / record.name / "README.md").read_text("utf-8")
+    text, *others = dict.fromkeys(re.findall(r"prepared:([\w./-]+)", page))  # the folders that the page names
+    domains = ["--domains", others[0]] if name == "diloco" else []
+    common = ["--text", text, *domains, "--quiet", "--minutes", "0"]
     scripts[name].main([*common, "--record", str(record)])
     made = (record / "README.md").read_text("utf-8").split("## How to reproduce")[0]
     assert "## The paper's claims, here" in made
@@ -259,24 +260,6 @@ def test_a_later_record_that_is_not_complete_does_not_replace_a_complete_one(b, 
     assert row_of_acco() == complete
     (later / "cells.jsonl").write_text("".join(lines).replace('"virtual_time_s": ', '"virtual_time_s": 1'))
     assert row_of_acco() != complete, "a later complete record does"
-
-
-@pytest.mark.parametrize("record", [None, "benchmarks/records/2026-11-18_paper_claims_medium"])
-def test_make_continues_the_studies_with_small_batches_where_it_continues_a_record(record):
-    command = ["make", "--dry-run", "gpu-evidence", "TEXT=folder", "--old-file", ".venv/.installed"]
-    shown = subprocess.run(
-        [*command, *([f"RECORD={record}"] if record else [])], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    continued = re.findall(r"evidence_(\w+)\.py [^&]*--record benchmarks/records/\S*_evidence_(\w+)", shown.stdout)
-    assert continued == ([(name, name) for name in ("diloco", "async", "acco")] if record else [])
-    assert [*re.findall(r"evidence_(\w+)\.py --text", shown.stdout)] == ["diloco", "async", "acco"]
-
-
-def test_make_writes_the_tables_of_a_record_without_text_and_gpu():
-    command = ["make", "--dry-run", "evidence", "TABLES=1", "DOCS=1", "WORKLOAD=medium", "--old-file", ".venv/.installed"]
-    shown = subprocess.run([*command, "RECORD=folder"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    (line,) = (line for line in shown.splitlines() if "benchmarks/" in line)
-    assert line.endswith("--record folder --docs docs/evidence.md --readme README.md --minutes 0")
 
 
 def test_a_headline_without_records_is_refused(b, tmp_path):

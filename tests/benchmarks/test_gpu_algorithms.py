@@ -43,6 +43,21 @@ def test_every_algorithm_is_measured_on_prepared_text_with_a_verdict(b, tmp_path
     assert cells_in(tmp_path / "record") == cells, "a finished record is not measured again"
 
 
+def test_the_command_for_all_speeds_measures_every_algorithm_on_the_text_and_then_models(b, tmp_path, monkeypatch, capsys):
+    prepare(Preparation(corpus="stdlib", tokenizer="bytes", limit_bytes=90_000), tmp_path / "text")
+    monkeypatch.setattr(b.record, "RECORDS", tmp_path)
+    command = [*QUICK, "--text", str(tmp_path / "text")]
+    b.gpu.main([*command, "--dry-run"])
+    listed = capsys.readouterr().out.splitlines()
+    assert listed[0] == "DiLoCo"
+    assert sum(line.endswith(" cells are missing.") for line in listed) == 2, "both parts are listed"
+    b.gpu.main([*command, "--only", "algorithms", "--minutes", "0", "--algorithms-record", str(tmp_path / "own")])
+    assert "Not measured yet: DiLoCo, ACCO" in capsys.readouterr().out
+    assert {*json.loads((tmp_path / "own" / "text.json").read_text())["text"]["token_digests"]} == {"train", "validation"}
+    with pytest.raises(ConfigError, match="name the text"):
+        b.gpu.main([*QUICK, "--only", "algorithms"])
+
+
 def test_no_row_starts_after_the_time_limit(b, tmp_path, capsys):
     b.gpu_algorithms.main([*QUICK, "--record", str(tmp_path), "--minutes", "0"])
     assert not (tmp_path / "cells.jsonl").exists()

@@ -1,12 +1,14 @@
 """The papers' claims: a smoke test of the whole study, the gate, the choices, and the time to a loss."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from atoll.core.errors import ConfigError
 from atoll.data.prepare import Preparation, prepare
 
 
@@ -311,6 +313,16 @@ def test_cells_run_in_the_order_of_importance_or_long_ones_first(b):
     assert all(each.title not in parts for each in free[: len(free) - len(rows)]), "rows follow from choices"
 
 
+def test_on_a_gpu_cells_always_run_in_the_order_of_importance(b):
+    plan = b.paper_claims_rows.MEDIUM
+    orders = [
+        [(each.label, each.seed) for each in order_of(b, plan, limited=limited).wanted(all_tried(b, plan))]
+        for limited in (True, False)
+    ]
+    assert orders[0] == orders[1]
+    assert len(orders[0]) > 100
+
+
 def test_rows_start_once_the_rate_beyond_an_edge_was_tried(b):
     rows_of, plan = b.paper_claims_rows, b.paper_claims_rows.SMALL
     tried, at = all_tried(b, plan), rows_of.Choice(plan.rates[-1], plan.outers[0])
@@ -343,8 +355,7 @@ def test_a_dry_run_lists_the_missing_cells_in_order_and_runs_none(b, tmp_path, c
 
 
 def published(b, name):
-    (record,) = (Path(b.paper_claims.__file__).parent / "records").glob(f"*_paper_claims{name}")
-    return record
+    return sorted((Path(b.paper_claims.__file__).parent / "records").glob(f"*_paper_claims{name}"))[-1]
 
 
 @pytest.mark.parametrize("name", ["", "_medium"])
@@ -370,35 +381,53 @@ def copied(b, name, folder):
     return record
 
 
+def at_06m(page):
+    """The lines of the coverage page in this study's regime."""
+    return [line for line in page.read_text().splitlines() if "| 0.6M/8k" in line]
+
+
 @pytest.mark.parametrize(("name", "seeds"), [("_medium", []), ("", ["--seeds", "0"])])
 def test_the_published_tables_are_those_of_the_record(b, tmp_path, monkeypatch, name, seeds):
     """With `--minutes 0` no cell starts, also with a GPU. The tables need neither the text, whatever its folder, nor a GPU."""
     root = Path(b.paper_claims.__file__).parents[1]
     monkeypatch.chdir(tmp_path)
     record, workload, pages = copied(b, name, tmp_path), name.strip("_") or "small", {}
-    markers = {f"paper_claims_{workload}": "docs/evidence.md"} | ({"evidence_brief": "README.md"} if name else {})
-    for marker, page in markers.items():
-        pages[marker] = tmp_path / Path(page).name
-        pages[marker].write_text(f"<!-- {marker}:begin -->\n<!-- {marker}:end -->\n")
+    wanted = {"docs/evidence.md": [f"paper_claims_{workload}"]}
+    if name:
+        wanted = {
+            "docs/evidence.md": [f"paper_claims_{workload}", "evidence_brief", "evidence_short"],
+            "README.md": ["evidence_brief"],
+        }
+    for page, markers in wanted.items():
+        pages[page] = tmp_path / Path(page).name
+        pages[page].write_text("".join(f"<!-- {marker}:begin -->\n<!-- {marker}:end -->\n" for marker in markers))
     command = ["--text", "any/folder", "--workload", workload, "--minutes", "0", "--quiet", "--record", str(record), *seeds]
-    readme = ["--readme", str(pages["evidence_brief"])] if name else []
-    b.paper_claims.main([*command, "--docs", str(pages[f"paper_claims_{workload}"]), *readme])
-    for marker, page in markers.items():
-        texts = (pages[marker].read_text(), (root / page).read_text())
+    readme = []
+    if name:
+        coverage = tmp_path / "coverage.md"
+        verdicts = re.compile(r"\*[^*]*\*: [a-z, ]*\([-+][^)]*\)")
+        page = (root / "docs/coverage.md").read_text()
+        coverage.write_text(verdicts.sub(lambda found: found[0].partition("*: ")[0] + "*: held (+1.0)", page))
+        readme = ["--readme", str(pages["README.md"]), "--coverage", str(coverage)]
+    b.paper_claims.main([*command, "--docs", str(pages["docs/evidence.md"]), *readme])
+    if name:
+        assert at_06m(coverage) == at_06m(root / "docs/coverage.md")
+    for page, marker in ((page, marker) for page, markers in wanted.items() for marker in markers):
+        texts = (pages[page].read_text(), (root / page).read_text())
         made, shown = (between(text, f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->").splitlines() for text in texts)
-        linked = ("[The record]", "![the record's plot]")  # with other paths
+        linked = ("[The record]", "![")  # with other paths
         assert [line for line in made if not line.startswith(linked)] == [line for line in shown if not line.startswith(linked)]
-        assert len(made) > 8
+        assert len(made) > (8 if "paper_claims" in marker else 4)
     tables = (record / "README.md").read_text().partition("## How to reproduce")[0]
     assert tables == (published(b, name) / "README.md").read_text().partition("## How to reproduce")[0]
 
 
 def test_a_text_in_another_folder_measures_no_published_cell_again(b, tmp_path, monkeypatch, capsys):
-    """No cell of the first seed of the headline is missing; with another text all are."""
+    """No cell of the first seed of these tables is missing; with another text all are."""
     monkeypatch.chdir(tmp_path)
     record = copied(b, "_medium", tmp_path)
     command = ["--text", "any/folder", "--workload", "medium", "--record", str(record), "--seeds", "0", "--dry-run", "--quiet"]
-    only = [part for name in ("diloco", "async", "acco") for part in ("--only", name)]
+    only = [part for name in ("diloco", "async") for part in ("--only", name)]
     b.paper_claims.main([*command, *only])
     assert capsys.readouterr().out.startswith("0 cells are missing.")
     text = json.loads((record / "text.json").read_text())
@@ -406,3 +435,98 @@ def test_a_text_in_another_folder_measures_no_published_cell_again(b, tmp_path, 
     (record / "text.json").write_text(json.dumps(text))
     b.paper_claims.main([*command, "--only", "choices"])
     assert "outer rules: DiLoCo, rate 0.004, outer 0.7/0.9, seed 100" in capsys.readouterr().out
+
+
+def test_a_new_record_takes_the_choices_over_and_no_row_of_the_tables(b, tmp_path, capsys):
+    old, new = copied(b, "_medium", tmp_path), tmp_path / "new"
+    new.mkdir()
+    shutil.copy(old / "text.json", new)
+    command = ["--text", "any/folder", "--workload", "medium", "--record", str(new), "--dry-run", "--quiet"]
+    b.paper_claims.main([*command, "--choices", str(old)])
+    *listed, _ = capsys.readouterr().out.splitlines()
+    assert {cell["seed"] for cell in cells(new)} == {b.paper_claims.CHOICE_SEED}
+    assert {cell["measured_in"] for cell in cells(new)} == {old.name}
+    assert len(cells(new)) == sum(cell["seed"] == b.paper_claims.CHOICE_SEED for cell in cells(old))
+    tables = [line.partition(": ")[0] for line in listed]
+    assert "inner rates" not in tables
+    assert tables[0] == "further rates"
+    assert {"headline", "one seed", "exchanges"} <= {*tables}
+    b.paper_claims.main([*command, "--choices", str(old)])
+    assert [*listed] == capsys.readouterr().out.splitlines()[:-1], "choices are taken over once"
+    text = json.loads((old / "text.json").read_text())
+    text["text"]["token_digests"]["train"] = "0" * 32
+    (old / "text.json").write_text(json.dumps(text))
+    with pytest.raises(ConfigError, match="it read another text than"):
+        b.paper_claims.main([*command, "--choices", str(old)])
+
+
+def test_a_record_with_rows_is_not_continued_without_the_weights_that_they_began_with(b, tmp_path):
+    record = b.record.Record(tmp_path, ["a command"])
+    record.add("choice", {"seed": b.paper_claims.CHOICE_SEED})
+    b.paper_claims.check_starts(record)
+    record.add("row", {"seed": 0})
+    with pytest.raises(ConfigError, match=r"its folder warm is missing.*--choices"):
+        b.paper_claims.check_starts(record)
+    (tmp_path / "warm").mkdir()
+    (tmp_path / "warm" / "start.safetensors").write_bytes(b"0" * 2000)
+    b.paper_claims.check_starts(record)
+    text = b.paper_claims.left_text(["headline: A, seed 0", "one seed: B, seed 0", "headline: A, seed 1"], record)
+    assert text.startswith("3 cells are missing: headline 2, one seed 1. ")
+    assert text.endswith("a copy of its folder warm (2.00 kB).")
+    assert b.paper_claims.left_text([], record) == "No cell is missing."
+
+
+def test_a_finished_command_says_which_cells_are_missing(b, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    record = copied(b, "_medium", tmp_path)
+    (record / "cells.jsonl").write_text(
+        "".join((published(b, "_medium") / "cells.jsonl").read_text().splitlines(keepends=True)[:-1])
+    )
+    command = ["--text", "any/folder", "--workload", "medium", "--record", str(record), "--quiet"]
+    b.paper_claims.main([*command, "--dry-run"])
+    missing = len(capsys.readouterr().out.splitlines()) - 1
+    b.paper_claims.main([*command, "--minutes", "0"])
+    assert f"\n{missing} cells are missing: further rates " in capsys.readouterr().out
+
+
+def test_baselines_of_acco_also_run_over_a_slow_link_and_with_a_slow_worker(b):
+    rows_of, report = b.paper_claims_rows, b.paper_claims_report
+    plan = rows_of.MEDIUM
+    choices = {method: rows_of.Choice(plan.rate, plan.outers[0]) for method in rows_of.RECIPES}
+    slow = next(group for group in rows_of.one_seed(plan, choices) if group.name == "slow")
+    runs = {label: row.run(0) for label, row in slow.rows.items()}
+    free = runs[rows_of.on_slow_link(rows_of.FREE_DPU)].algorithm
+    assert (free.batch, free.wire, free.warmup) == ("free", "bf16", plan.dpu_warmup)
+    assert runs[rows_of.on_slow_link(rows_of.ZERO)].algorithm.buckets == plan.buckets
+    assert runs[rows_of.on_slow_link(rows_of.ZERO)].cluster.link.bandwidth_mbit_per_s == plan.slow_mbit_per_s
+    assert runs[rows_of.with_slow_worker(rows_of.ACCO)].cluster.step_time_s == (1.0, 1.0, 1.0, 4.0)
+    curve = ((0.0, 0, 3.0), (10.0, 1, 2.0))
+    found = {label: b.cells.Outcome(slow.rows[label], ({"val_loss": 2.0},), curves=(curve,)) for label in slow.rows}
+    tables = "\n".join(report.reach_tables(plan, found, 3))
+    for label in (rows_of.on_slow_link(rows_of.FREE_WP), rows_of.with_slow_worker(rows_of.ACCO)):
+        assert f"| {label} † | 0:00:09.800 | 1.000 |" in tables
+
+
+def test_the_deltas_figure_has_both_norms_and_all_seeds(b):
+    """Of a round: its number, the mean norm, the norm of the mean, the mean cosine."""
+    seeds = tuple(((0, 4.0 + seed, 2.0 + seed, 0.1 + seed), (1, 6.0 + seed, 3.0, None)) for seed in (0.0, 1.0))
+    row = b.cells.Outcome(b.cells.Row(recipe="demo-ddp"), ({}, {}), deltas=seeds)
+    figure = b.curves.deltas_figure({"row": row})
+    cosine, mean, of_mean = (panel.get_lines()[0].get_ydata().tolist() for panel in figure.axes)
+    assert (cosine[0], mean, of_mean) == (pytest.approx(0.6), [4.5, 6.5], [2.5, 3.0])
+    assert cosine[1] != cosine[1], "there is no cosine with a delta of zero"
+
+
+def test_coverage_has_the_differences_of_a_table_with_one_seed_and_counts_its_missing_rows(b, tmp_path):
+    rows_of, pages = b.paper_claims_rows, b.paper_claims_pages
+    plan = rows_of.MEDIUM
+    choices = {method: rows_of.Choice(plan.rate, plan.outers[0]) for method in rows_of.RECIPES}
+    pruned = next(group for group in rows_of.one_seed(plan, choices) if group.name == "pruned")
+    page = tmp_path / "coverage.md"
+    page.write_text("| <!-- pruned:begin -->x<!-- pruned:end --> | and <!-- pruned:begin --><!-- pruned:end --> |")
+    pages.write_coverage(page, study_of(b, {}, plan, choices=choices), [pruned])
+    assert page.read_text().count(pages.NOT_RUN) == 2
+    rows = {"50% pruned": outcome(b, 2.5), rows_of.diloco(4, 50): outcome(b, 2.25, 9.0)}
+    pages.write_coverage(page, study_of(b, rows, plan, choices=choices), [pruned])
+    shown = "to `DiLoCo, k=4, H=50`†: `50% pruned` +0.2500. No verdict. 2 rows not run: device time"
+    assert page.read_text().count(shown) == 2

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import atoll
 from atoll import recipes
+from atoll.cli.inspect_commands import evaluate_run
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError, DataError
 from atoll.runs.evaluate import Scorer, evaluate
@@ -120,6 +121,23 @@ def test_a_pretrained_model_is_evaluated_with_its_own_tokenizer(tmp_path, corpus
 def test_a_text_without_anything_to_predict_is_refused(folder, corpus, text, last_word, says):
     with pytest.raises(DataError, match=says):
         evaluate(folder, corpus(text), last_word=last_word)
+
+
+def test_lines_of_a_plain_file_are_one_passage_and_the_command_warns(folder, tmp_path, capsys):
+    text = tmp_path / "lambada.txt"
+    text.write_text("he said yes\nshe said no\nthey said maybe\n")
+    found = evaluate(folder, f"files:{text}", last_word=True)
+    assert found.documents == 1
+    assert "is one document of 3 lines, so one word was scored" in found.warning
+    evaluate_run(folder, f"files:{text}", last_word=True, limit_bytes=None, device=None, as_json=True, quiet=True)
+    said = capsys.readouterr()
+    assert said.err == f"warning: {found.warning}\n"
+    assert json.loads(said.out)["warning"] == found.warning
+    text.write_text("he said yes\n<|endoftext|>\nshe said no\n<|endoftext|>\n")
+    found = evaluate(folder, f"files:{text}", last_word=True)
+    assert (found.documents, found.warning) == (2, None)
+    text.write_text("he said yes\n")
+    assert evaluate(folder, f"files:{text}", last_word=True).warning is None
 
 
 def test_a_run_without_a_language_model_is_refused(tmp_path):

@@ -6,7 +6,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import getdoc
 from pathlib import Path
 
@@ -123,8 +123,10 @@ def evaluate_run(
 ) -> None:
     with ConsoleSink(f"evaluate {folder}", quiet) as sink:
         found = evaluate(folder, on, last_word=last_word, limit_bytes=limit_bytes, device=device, progress=sink.emit)
+    if found.warning is not None:
+        print(f"warning: {found.warning}", file=sys.stderr)
     if as_json:
         print(json.dumps(found.to_dict()))
         return
-    for name, value in found.to_dict().items():
+    for name, value in replace(found, warning=None).to_dict().items():
         print(f"{name.replace('_', ' ')}: {f'{value:.4f}' if isinstance(value, float) else value}")

@@ -78,6 +78,7 @@ EngineName = Annotated[
         show_default="simulator",
     ),
 ]
+_LAST_WORD = "Score the last word of each document, as LAMBADA does: of a line of a .jsonl file, or of what <|endoftext|> ends."
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, in the last line of standard output.")]
 
@@ -409,7 +410,7 @@ def generate(
 def evaluate(
     folder: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     on: Annotated[str, typer.Option(help="The text: stdlib, files:PATH[#field], or hf:NAME[@configuration][:split][#field].")],
-    last_word: Annotated[bool, typer.Option("--last-word", help="Score the last word of each document, as LAMBADA does.")] = False,
+    last_word: Annotated[bool, typer.Option("--last-word", help=_LAST_WORD)] = False,
     limit_bytes: Annotated[int | None, typer.Option(min=1, help="Read at most this many bytes.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
     json: Json = False,

@@ -50,6 +50,7 @@ class Evaluation:
     bits_per_byte: float | None = None  # of the whole text; without the last word only
     accuracy: float | None = None  # the share of last words that were predicted
     skipped: int | None = None  # documents without a word before their last; with the last word only
+    warning: str | None = None  # if the text does not seem to be what was asked for
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -69,7 +70,8 @@ def evaluate(
     Args:
         folder: the run's folder.
         on: the text: `stdlib`, `files:PATH[#field]` or `hf:NAME[@configuration][:split][#field]`.
-        last_word: score the last word of each document instead of all tokens.
+        last_word: score the last word of each document instead of all tokens. A text file is one document, unless lines
+            `<|endoftext|>` end its passages; a `.jsonl` file has one in each line.
         limit_bytes: bytes of text to read at most.
         device: to compute on; none: a GPU if there is one.
         progress: takes how far the evaluation is.
@@ -109,8 +111,20 @@ def evaluate(
         correct = sum(likeliest for _, _, likeliest in scores)
         found = {"tokens": sum(count for _, count, _ in scores), "loss": loss, "accuracy": correct / len(scores)}
         found["skipped"] = len(documents) - len(passages)
+        found["warning"] = _single_document(on, documents)
     scored = len(documents) - found.get("skipped", 0)
     return Evaluation(on=on, last_word=last_word, documents=scored, perplexity=math.exp(found["loss"]), **found)
+
+
+def _single_document(on: str, documents: Sequence[Document]) -> str | None:
+    """What to say where a file of several lines is one passage, of which one word is scored."""
+    lines = len([line for line in documents[0].text.splitlines() if line.strip()])
+    if len(documents) > 1 or lines < 2:
+        return None
+    return (
+        f"{on} is one document of {lines} lines, so one word was scored. If each line is a passage, put them into a .jsonl file, "
+        f'one {{"text": ...}} to a line, or end each with a line <|endoftext|>.'
+    )
 
 
 def _encoder(folder: RunFolder, run: Run) -> tuple[Callable[[str], TokenIds], int | None]:
