@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 
 from atoll import check_platform
 from atoll.core.errors import AtollError, ConfigError
+from atoll.core.library_logs import quieten
 
 
 class _Commands(TyperGroup):
@@ -469,6 +470,7 @@ def prepare(
 
 def main() -> None:
     """Run the command; print an error that the user can fix, and exit with code 2."""
+    quieten()
     try:
         check_platform()
         app()

@@ -24,6 +24,7 @@ import torch
 from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed, is_disk_full
 from atoll.core.flat_tree import Tree
+from atoll.core.library_logs import quieten
 from atoll.core.optional_imports import require
 from atoll.core.protocols import AsyncAlgorithm, Workload
 from atoll.core.serialization import load_tree
@@ -90,6 +91,7 @@ def check_platform() -> None:
             f"elastic runs need Linux, and this is {sys.platform}, for which torchft has no build. Use another engine, or a "
             f"container with Linux."
         )
+    quieten()
     for library in ("torchft.coordination", "xxhash"):
         require(library, extra="torchft", purpose="elastic runs")
 
@@ -316,7 +318,6 @@ def run_island(
     loop."""
     if folder is not None:
         end_with_supervisor()
-    os.environ.setdefault("RUST_LOG", "warn")  # torchft logs every quorum
     screen = JoinerScreen() if folder is None else None
     write_line: Callable[[str], object] = screen.log if screen is not None else log
     try:
