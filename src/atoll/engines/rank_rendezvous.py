@@ -70,7 +70,7 @@ def named(ranks: list[int]) -> str:
 def wait_for_all(store: Store, rank: int, size: int, limit_s: float, log: Log, launch: Store | None = None) -> None:
     """Wait until every rank has started. In the store `launch` all that were started meet, whatever their numbers: with it, ranks
     that were started for different numbers of ranks or machines all raise ConfigError at once."""
-    check = (lambda: None) if launch is None else partial(_refuse_mismatch, launch, size)
+    check = partial(_refuse_mismatch, launch, size)
     keys = {other: f"here/{other}" for other in range(size)}
     try:
         check()
@@ -88,14 +88,17 @@ def wait_for_all(store: Store, rank: int, size: int, limit_s: float, log: Log, l
         )
 
 
-def _refuse_mismatch(launch: Store, size: int) -> None:
+def _refuse_mismatch(launch: Store | None, size: int) -> None:
     """Raise ConfigError if any rank was started for another number of ranks or machines than the first. All raise the same."""
+    if launch is None:
+        return
     machines, attempt = os.environ.get("GROUP_WORLD_SIZE", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     mine = f"{size} processes" + (f" on {machines} machine{'s' if machines != '1' else ''}" if machines else "")
     key, refused = f"launch/{attempt}", f"launch/{attempt}/refused"
     first = json.loads(launch.compare_set(key, "", json.dumps({"started": mine, "host": platform.node()})))
     if first["started"] != mine:
-        problem = f"{first['host']} was started for {first['started']}, and {platform.node()} for {mine}"
+        (one, ones), (other, others) = sorted([(first["host"], first["started"]), (platform.node(), mine)])
+        problem = f"{one} was started for {ones}, and {other} for {others}"
         advice = "Give --processes and engine.nodes the same values on all machines (with torchrun: --nnodes)."
         launch.compare_set(refused, "", f"{problem}. {advice}")
     if launch.check([refused]):
