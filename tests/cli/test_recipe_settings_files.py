@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -9,8 +10,8 @@ import pytest
 
 from atoll import recipes
 from atoll.cli.recipe_settings import described, run_of, spec_of
-from atoll.core.config.describe_settings import describe, explanations
-from atoll.core.config.type_checks import settable
+from atoll.core.config.describe_settings import describe, explanations, first_sentence, type_text
+from atoll.core.config.type_checks import hints_of, settable
 from atoll.engines.spec import SPECS
 from atoll.runs.run_settings import candidates
 
@@ -26,6 +27,7 @@ def test_a_file_of_show_gives_the_same_run_and_engine(engine, atoll, tmp_path):
         file = tmp_path / f"{name}.toml"
         file.write_text(text)
         assert code == 0
+        assert "\"'" not in text, "text that needs no second pair of quotes"
         assert described(str(file)) == (recipes.recipe(name), SPECS[engine]())
 
 
@@ -110,6 +112,25 @@ def test_every_setting_of_every_recipe_rule_and_engine_is_explained():
         if name not in explanations(kind)
     ]
     assert unexplained == []
+
+
+def test_every_word_that_a_setting_allows_occurs_in_its_one_sentence():
+    values = [recipes.recipe(name) for name in recipes.ALL] + [spec() for spec in SPECS.values()]
+    shown = {(setting.path, setting.about, setting.kind) for value in values for setting in describe(value)}
+    kinds = [kind for kinds in candidates.values() for kind in kinds]
+    shown |= {
+        (name, first_sentence(explanations(kind)[name]), type_text(hints_of(kind)[name], {}))
+        for kind in kinds
+        for name in settable(kind)
+    }
+    words = [
+        (path, about, word.strip("'"))
+        for path, about, kind in shown
+        for word in kind.split(" | ")
+        if re.fullmatch(r"'.*'|[a-z]\S*", word)
+    ]
+    types = {"int", "float", "bool", "str", "none"}
+    assert [(path, word) for path, about, word in words if word not in types and word not in about] == []
 
 
 @pytest.mark.parametrize("columns", [60, 100, 200])
