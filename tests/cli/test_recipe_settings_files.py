@@ -1,14 +1,13 @@
 """Config files: `atoll show --toml`, and `atoll run FILE`."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
 from atoll import recipes
+from atoll.cli import main
 from atoll.cli.recipe_settings import described, run_of, spec_of
 from atoll.core.config.describe_settings import describe, explanations, first_sentence, type_text
 from atoll.core.config.type_checks import hints_of, settable
@@ -149,15 +148,45 @@ def test_show_explains_each_setting_in_its_line(atoll):
     assert not any(line.endswith(" ") for line in lines)
 
 
+@pytest.fixture
+def completed(monkeypatch, capsys):
+    """What a shell offers after these words."""
+
+    def complete(typed):
+        words = {"_ATOLL_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+        for name, value in words.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit):
+            main.app(prog_name="atoll")
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out.split()
+
+    return complete
+
+
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("atoll ru", "run"), ("atoll run demo-dil", "demo-diloco"), ("atoll run demo-diloco --set train.st", "train.steps=")],
+    [
+        ("atoll ru", "run"),
+        ("atoll run demo-dil", "demo-diloco"),
+        ("atoll run demo-diloco --set train.st", "train.steps="),
+        ("atoll run demo-diloco --engine elastic --set engine.l", "engine.listen="),
+        ("atoll run --elastic --set engine.l", "engine.listen="),
+        ("atoll show demo-async --engine ray --set engine.hub", "engine.hub_timeout_s="),
+        ("atoll sweep demo-diloco --grid train.w", "train.warm_start_steps="),
+        ("atoll compare demo-d", "demo-diloco"),
+        ("atoll compare demo-ddp demo-d", "demo-diloco"),
+    ],
 )
-def test_a_shell_completes_commands_recipes_and_settings(typed, offered):
-    environment = {"_ATOLL_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-    command = [sys.executable, "-c", "from atoll.cli.main import app; app(prog_name='atoll')"]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert offered in done.stdout.split(), done
+def test_a_shell_completes_commands_recipes_and_settings(typed, offered, completed):
+    assert offered in completed(typed)
+
+
+def test_completion_offers_nothing_and_says_nothing_about_a_file_that_cannot_be_read(completed, tmp_path):
+    (tmp_path / "bad.toml").write_text("recipe = ")
+    assert completed(f"atoll run {tmp_path / 'bad.toml'} --set train.s") == []
+    assert completed("atoll run --engine elastic demo-dilco --set engine.l") == []
 
 
 def test_a_hidden_command_is_not_suggested(atoll):

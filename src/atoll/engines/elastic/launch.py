@@ -71,6 +71,8 @@ def start(request: RunRequest) -> Result:
         refuse_unreplicated(algorithm, algorithm.init(params, SimpleNamespace(rank=0, size=1)))
     spec = request.spec if request.spec is not None or request.out is None else read_spec(request.out)
     if isinstance(spec, Elastic):  # before there is a folder
+        if request.run is not None:  # libraries are of no use to a run that these islands cannot carry out
+            spec.fitted(request.run)
         check_platform()
         # Processes of an interrupted run may still have its port: `supervise` waits for that.
         check_free(spec.listen, any_port=request.run is None)
@@ -261,6 +263,10 @@ def join_run(
     spec = with_settings(Elastic(), settings)
     assert isinstance(spec, Elastic)
     file = JoinFile.read(Path(where)) if os.path.isfile(where) else None
+    if file is None and (where.endswith(".json") or "/" in where):
+        raise ConfigError(
+            f"--join {shown_text(where)}: there is no file {shown_text(where)}. `atoll invite DIR` writes join files."
+        )
     if file is None:
         check_address(where)
         if spec.network == "tls" and not all(is_loopback(one.rpartition(":")[0]) for one in where.split(",")):
