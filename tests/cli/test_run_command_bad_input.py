@@ -128,12 +128,6 @@ def test_a_delta_of_any_size_may_be_accepted():
     assert Elastic(max_delta_ratio=float("inf")).max_delta_ratio == float("inf")
 
 
-def test_a_run_is_resumed_with_more_steps_by_extend(atoll, tmp_path):
-    code, _, err = atoll("run", "--resume", tmp_path, "--set", "train.steps=80")
-    assert code == 2
-    assert f"more steps, in a new folder: atoll run --resume {tmp_path} --extend N" in err
-
-
 @pytest.mark.parametrize(
     "command",
     [
