@@ -1,6 +1,7 @@
 """Machines on which tests type command lines: network namespaces with folders, host names and /etc/hosts of their own."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import atoll
+from atoll.core.library_logs import QUIET
 
 PATIENCE_S = 180.0
 SHORT_RUN = ("train.steps=40", "train.warm_start_steps=0", "algorithm.inner_steps=10", "train.batch_size=2", "train.device=cpu")
@@ -33,7 +35,8 @@ class Machine:
             "PYTHONPATH": source,
             "OMP_NUM_THREADS": "1",
         }
-        self.environment = {**os.environ, **variables}
+        inherited = {name: value for name, value in os.environ.items() if name not in QUIET}  # which a command in this process sets
+        self.environment = {**inherited, **variables}
         self._enter = []
         if name is not None:
             (folder / "hosts").write_text("".join(f"{line}\n" for line in ("127.0.0.1 localhost", *hosts)))
@@ -90,6 +93,11 @@ def until_said(process, text):
         assert time.monotonic() < deadline_s, f"it never said {text!r}: {said}"
         time.sleep(0.05)
     return said
+
+
+def library_lines(text):
+    """What libraries themselves have written: log lines of torchft and of torch, and stack traces of C++."""
+    return re.findall(r"^.*(?:torchft::|\w\.cpp:\d|frame #\d).*$", text, flags=re.MULTILINE)
 
 
 def with_settings(line, settings):

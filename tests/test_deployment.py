@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from atoll.testing import network_namespaces
-from tests.machines import PATIENCE_S, SHORT_RUN, Machine, until_said, with_settings
+from tests.machines import PATIENCE_S, SHORT_RUN, Machine, library_lines, until_said, with_settings
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "examples" / "deploy"
@@ -143,7 +143,7 @@ def test_the_commands_of_the_compose_file_run_an_elastic_run_with_a_joiner_that_
     here, there = (line.replace("/runs/", "runs/") for line in (of_first(compose), f"atoll {services['joiner']['command']}"))
     slow = ("train.steps=120", "cluster.step_time_s=[0.02]", "engine.step_delay=1.0")
     with machines(tmp_path, services["first"]["hostname"], "joiner", first_is_loopback=False) as (one, two):
-        _, joined = both_end(one, two, with_settings(here, [*SHORT_RUN, *slow]), there)
+        said, joined = both_end(one, two, with_settings(here, [*SHORT_RUN, *slow]), there)
         log = Path(re.search(r"joined the run of demo-diloco as \S+; log: (\S+)", joined)[1])
         assert re.search(r"demo-diloco: training +\d+ % +loss \d", joined)
         assert re.search(
@@ -151,6 +151,7 @@ def test_the_commands_of_the_compose_file_run_an_elastic_run_with_a_joiner_that_
         )
         assert "committed round" in log.read_text()
         assert "committed round" not in joined
+        assert library_lines(said + joined) == []
         assert (one.folder / "runs/demo/final.safetensors").exists()
         assert "folder: runs/demo" in one.typed(here), "a second `up` resumes the folder"
 

@@ -67,6 +67,33 @@ def test_what_machines_differ_in_is_advised_on(what, there, says):
     assert found.startswith(says)
 
 
+ALL_EXTRAS = "plot, torchft, ray"
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "back", "says"),
+    [
+        (ALL_EXTRAS, ALL_EXTRAS, "", "can run --engine processes, elastic and ray together."),
+        (ALL_EXTRAS, "ray; not installed: torchft", "", "processes and ray together. elastic needs the extra torchft on both."),
+        ("none; not installed: ray, torchft", ALL_EXTRAS, "", "can run --engine processes together. elastic needs"),
+        (ALL_EXTRAS, ALL_EXTRAS, None, "can run --engine elastic together. --engine processes and ray connect both ways."),
+        (ALL_EXTRAS, "", None, "nothing. --engine processes and ray connect both ways. elastic needs"),
+    ],
+)
+def test_only_engines_whose_extras_both_machines_have_are_promised(monkeypatch, capsys, here, there, back, says):
+    monkeypatch.setattr(doctor_command, "local_findings", lambda *given: [*HERE, Finding("extras", here)])
+    asked = {}
+
+    def ask(address, facts, listen):
+        asked.update(facts)
+        return other(back, extras=there)
+
+    monkeypatch.setattr(doctor_command, "ask_machine", ask)
+    assert not examine("192.0.2.7:29500", None, "toy-sync", SMALL)
+    assert says in capsys.readouterr().out.splitlines()[-1]
+    assert asked["extras"] == here
+
+
 def test_a_one_way_network_and_wrong_clocks_are_advised_on():
     found = advice(network_findings(other(back="192.0.2.2:5: timed out", skew_s=-90.0)))
     assert "cannot connect here (192.0.2.2:5: timed out)" in found[0]

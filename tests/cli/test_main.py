@@ -540,9 +540,12 @@ def test_a_simulation_under_torchrun_is_refused(arguments, todo, atoll, finished
 
 
 def test_set_with_resume_is_refused(atoll, finished):
-    code, _, err = atoll("run", "--resume", finished, *sets("train.steps=9"))
+    code, _, err = atoll("run", "--resume", finished, *sets("train.batch_size=9"))
     assert code == 2
     assert "a run resumes with the settings that it began with" in err
+    code, _, err = atoll("run", "--resume", finished, *sets("train.steps=9"))
+    assert code == 2
+    assert f"more steps, in a new folder: atoll run --resume {finished} --extend N" in err
 
 
 def test_a_full_disk_while_saving_stops_the_run_with_a_message_and_the_older_checkpoint_stands(tmp_path):

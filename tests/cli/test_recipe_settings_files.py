@@ -1,16 +1,16 @@
 """Config files: `atoll show --toml`, and `atoll run FILE`."""
 
 import json
-import os
-import subprocess
+import re
 import sys
 
 import pytest
 
 from atoll import recipes
+from atoll.cli import main
 from atoll.cli.recipe_settings import described, run_of, spec_of
-from atoll.core.config.describe_settings import describe, explanations
-from atoll.core.config.type_checks import settable
+from atoll.core.config.describe_settings import describe, explanations, first_sentence, type_text
+from atoll.core.config.type_checks import hints_of, settable
 from atoll.engines.spec import SPECS
 from atoll.runs.run_settings import candidates
 
@@ -26,6 +26,7 @@ def test_a_file_of_show_gives_the_same_run_and_engine(engine, atoll, tmp_path):
         file = tmp_path / f"{name}.toml"
         file.write_text(text)
         assert code == 0
+        assert "\"'" not in text, "text that needs no second pair of quotes"
         assert described(str(file)) == (recipes.recipe(name), SPECS[engine]())
 
 
@@ -112,6 +113,25 @@ def test_every_setting_of_every_recipe_rule_and_engine_is_explained():
     assert unexplained == []
 
 
+def test_every_word_that_a_setting_allows_occurs_in_its_one_sentence():
+    values = [recipes.recipe(name) for name in recipes.ALL] + [spec() for spec in SPECS.values()]
+    shown = {(setting.path, setting.about, setting.kind) for value in values for setting in describe(value)}
+    kinds = [kind for kinds in candidates.values() for kind in kinds]
+    shown |= {
+        (name, first_sentence(explanations(kind)[name]), type_text(hints_of(kind)[name], {}))
+        for kind in kinds
+        for name in settable(kind)
+    }
+    words = [
+        (path, about, word.strip("'"))
+        for path, about, kind in shown
+        for word in kind.split(" | ")
+        if re.fullmatch(r"'.*'|[a-z]\S*", word)
+    ]
+    types = {"int", "float", "bool", "str", "none"}
+    assert [(path, word) for path, about, word in words if word not in types and word not in about] == []
+
+
 @pytest.mark.parametrize("columns", [60, 100, 200])
 def test_show_on_a_terminal_keeps_an_explanation_together_whatever_the_width(columns, atoll, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -128,15 +148,45 @@ def test_show_explains_each_setting_in_its_line(atoll):
     assert not any(line.endswith(" ") for line in lines)
 
 
+@pytest.fixture
+def completed(monkeypatch, capsys):
+    """What a shell offers after these words."""
+
+    def complete(typed):
+        words = {"_ATOLL_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+        for name, value in words.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit):
+            main.app(prog_name="atoll")
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out.split()
+
+    return complete
+
+
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("atoll ru", "run"), ("atoll run demo-dil", "demo-diloco"), ("atoll run demo-diloco --set train.st", "train.steps=")],
+    [
+        ("atoll ru", "run"),
+        ("atoll run demo-dil", "demo-diloco"),
+        ("atoll run demo-diloco --set train.st", "train.steps="),
+        ("atoll run demo-diloco --engine elastic --set engine.l", "engine.listen="),
+        ("atoll run --elastic --set engine.l", "engine.listen="),
+        ("atoll show demo-async --engine ray --set engine.hub", "engine.hub_timeout_s="),
+        ("atoll sweep demo-diloco --grid train.w", "train.warm_start_steps="),
+        ("atoll compare demo-d", "demo-diloco"),
+        ("atoll compare demo-ddp demo-d", "demo-diloco"),
+    ],
 )
-def test_a_shell_completes_commands_recipes_and_settings(typed, offered):
-    environment = {"_ATOLL_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-    command = [sys.executable, "-c", "from atoll.cli.main import app; app(prog_name='atoll')"]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert offered in done.stdout.split(), done
+def test_a_shell_completes_commands_recipes_and_settings(typed, offered, completed):
+    assert offered in completed(typed)
+
+
+def test_completion_offers_nothing_and_says_nothing_about_a_file_that_cannot_be_read(completed, tmp_path):
+    (tmp_path / "bad.toml").write_text("recipe = ")
+    assert completed(f"atoll run {tmp_path / 'bad.toml'} --set train.s") == []
+    assert completed("atoll run --engine elastic demo-dilco --set engine.l") == []
 
 
 def test_a_hidden_command_is_not_suggested(atoll):

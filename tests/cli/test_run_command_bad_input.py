@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from atoll.runs.folder import LOOP_RECIPE, RunFolder
 from tests.cli.test_main import SMALL, sets
 
 DIGITS = "9" * 400
@@ -130,3 +131,26 @@ def test_a_delta_of_any_size_may_be_accepted():
     from atoll.engines.elastic.spec import Elastic
 
     assert Elastic(max_delta_ratio=float("inf")).max_delta_ratio == float("inf")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("export", "FOLDER", "--out", "model"),
+        ("generate", "FOLDER"),
+        ("evaluate", "FOLDER", "--on", "stdlib"),
+        ("replay", "FOLDER"),
+        ("run", "--resume", "FOLDER"),
+        ("run", "--resume", "FOLDER", "--extend", 10),
+        ("run", "FOLDER/run.json"),
+    ],
+    ids=lambda command: " ".join(map(str, command)),
+)
+def test_a_command_that_needs_a_model_says_that_the_folder_is_of_an_own_loop(atoll, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    record = {"recipe": LOOP_RECIPE, "algorithm": "DiLoCo(inner_steps=10)", "finish": "average"}
+    folder = RunFolder.create(tmp_path / "logged", record, ["train.py"]).path
+    code, _, err = atoll(*(str(word).replace("FOLDER", str(folder)) for word in command))
+    assert code == 2
+    assert f"{folder} has the log of an own loop. Its script has the model, saves it, and trains on" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logged"]

@@ -326,10 +326,8 @@ def test_what_elastic_islands_cannot_do_is_refused_and_leaves_no_folder(atoll, t
         (["run", "toy-sync", "--elastic", "--set", "engine.listen=192.0.2.7:7000"], "this machine cannot listen there"),
         (["run", "toy-sync", "--elastic", "--set", "engine.advertise=box"], "other machines dial HOST:PORT"),
         (["run", "--join", "192.0.2.7:7000"], "Run `atoll invite DIR` there"),
-        (
-            ["run", "--join", "/nowhere/join.json"],
-            "the address that the run printed when it started, or a join file",
-        ),
+        (["run", "--join", "/nowhere/join.json"], "--join /nowhere/join.json: there is no file /nowhere/join.json."),
+        (["run", "--join", "nothing.json"], "--join nothing.json: there is no file nothing.json. `atoll invite DIR` writes"),
         (["run", "--join", "127.0.0.1:1", "--set", "engine.listen=127.0.0.1:0"], "Add --out DIR"),
         (
             ["run", "--join", "127.0.0.1:1", "--out", "x", "--set", "engine.listen=192.0.2.7:7000"],
@@ -346,6 +344,28 @@ def test_an_impossible_command_is_refused_and_leaves_no_folder(atoll, tmp_path, 
     assert code == 2
     assert says in err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("library", "arguments", "says"),
+    [
+        ("torchft", ["toy-async", "--elastic"], "has a hub and workers, and --engine elastic has rounds"),
+        (
+            "ray",
+            ["toy-sync", "--engine", "ray"],
+            "has rounds that all islands take part in, and --engine ray has a hub and workers",
+        ),
+    ],
+)
+def test_an_algorithm_that_an_engine_cannot_run_is_refused_before_a_missing_library(
+    atoll, tmp_path, monkeypatch, library, arguments, says
+):
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    code, _, err = atoll("run", *arguments, "--out", tmp_path / "run")
+    assert code == 2
+    assert says in err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("victim", ["island-0002", "box-7-00c0ffee"])

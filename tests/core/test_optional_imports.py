@@ -54,7 +54,6 @@ def load_tokenizer(folder: Path) -> None:
         ("transformers", "hf", load_tokenizer),
         ("zstandard", "zstd", read_zst),
         ("datasets", "hf", read_hub),
-        ("tokenizers", "hf", train),
         ("sklearn.cluster", "noniid", cluster),
     ],
 )
@@ -64,6 +63,12 @@ def test_a_missing_library_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(ConfigError, match=rf"need {module}, .*pip install -e \".*\[{extra}\]\""):
         use(tmp_path)
+
+
+def test_a_library_that_is_enough_alone_is_named_without_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r'BPE tokenizers need tokenizers, .* `pip install "tokenizers>=[\d.]+"`\.$'):
+        train(tmp_path)
 
 
 def test_bytes_of_the_standard_library_need_no_extra(monkeypatch: pytest.MonkeyPatch):

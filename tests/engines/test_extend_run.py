@@ -105,7 +105,10 @@ def test_what_is_no_finished_synchronous_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"is a run of AsyncLocalSGD, which winds down before its end"):
         extend(folder, 10)
     folder = carried_out(run_of(10, 0.01), tmp_path / "short").folder
-    for steps, message in ((0, r"^--extend 0: .* 1 or more"), (7, r"train\.steps=17 is not a multiple of the 5 inner steps")):
+    for steps, message in (
+        (0, r"^--extend 0: .* 1 or more"),
+        (7, r"^--extend 7 is no multiple of the 5 inner steps of a round.* Use --extend 5\."),
+    ):
         with pytest.raises(ConfigError, match=message):
             extend(folder, steps)
     with pytest.raises(ConfigError, match=r"short is there already.*Use another --out"):

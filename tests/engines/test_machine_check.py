@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import threading
 from contextlib import suppress
@@ -11,6 +12,7 @@ import pytest
 from atoll.core.errors import ConfigError
 from atoll.engines import machine_check
 from atoll.engines.machine_check import answer_machine, ask_machine
+from atoll.engines.network_interfaces import NetworkInterface
 from tests.listening_sockets import listening_sockets
 
 FACTS = {"atoll": "0.1.0", "machine": "here"}
@@ -108,9 +110,9 @@ def test_a_machine_without_the_word_is_refused_and_told_nothing(answering):
     address, thread, ended, said = answering()
     with pytest.raises(ConfigError, match="answers those alone who know the word"):
         ask_machine(address.partition("@")[2], FACTS, "127.0.0.1:0")
-    assert "it does not know the word" in said[1]
     ask_machine(address, FACTS, None)
     thread.join()
+    assert "it does not know the word" in said[1]
     assert ended["found"].facts == FACTS
 
 
@@ -134,7 +136,26 @@ def test_the_one_that_answers_ends_when_no_machine_asks():
         answer_machine("127.0.0.1:0", FACTS, lambda line: None, limit_s=0.05)
 
 
-@pytest.mark.parametrize("listen", ["192.0.2.250:0", "nowhere", "127.0.0.1:99999", "127.0.0.1:x"])
+@pytest.mark.parametrize("listen", ["192.0.2.250:0", "nowhere", "127.0.0.1:99999", "127.0.0.1:x", "9", ":9"])
 def test_an_address_that_this_machine_cannot_listen_at_is_refused(listen):
     with pytest.raises(ConfigError, match="this machine cannot listen there"):
         answer_machine(listen, FACTS, lambda line: None)
+
+
+def test_a_name_that_is_a_loopback_address_here_is_refused():
+    name = "127.1"  # which the system's resolver reads as 127.0.0.1
+    for listen in (
+        lambda: answer_machine(f"{name}:0", FACTS, lambda line: None),
+        lambda: machine_check._BackConnection(f"{name}:0", "word"),
+    ):
+        with pytest.raises(ConfigError, match=rf"--listen {name}:0: {name} is 127.0.0.1 here, which no other machine reaches"):
+            listen()
+
+
+def test_the_one_that_answers_on_all_interfaces_names_addresses_that_others_dial(monkeypatch):
+    said = []
+    found = [NetworkInterface("eth0", "192.0.2.7"), NetworkInterface("eth0", "2001:db8::7"), NetworkInterface("eth1", "10.0.0.7")]
+    monkeypatch.setattr(machine_check, "reachable_interfaces", lambda: found)
+    with pytest.raises(ConfigError, match="no machine asked"):
+        answer_machine("0.0.0.0:0", FACTS, said.append, limit_s=0.0)
+    assert re.search(r"on the other machine: atoll doctor (\w+@)192.0.2.7(:\d+), or atoll doctor \110.0.0.7\2$", said[0])

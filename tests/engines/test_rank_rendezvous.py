@@ -1,10 +1,11 @@
 """Ranks wait for each other and say for whom; what one rank finds wrong, all raise."""
 
+import platform
 import threading
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from atoll.core.errors import AtollError, ConfigError, ExchangeFailed
 from atoll.engines import rank_rendezvous
@@ -24,6 +25,40 @@ def test_ranks_that_have_not_started_are_named():
         wait_for_all(store, 1, 4, 0.02, said.append)
     wait_for_all(store, 2, 4, 0.02, said.append)
     assert said == []
+
+
+def test_ranks_that_were_started_for_different_numbers_are_all_refused_with_one_sentence(monkeypatch):
+    """The second machine was started for four ranks, so that its first is rank 2. A rank whose number another has finds the store
+    of a second use."""
+    launch, errors = HashStore(), {}
+
+    def start(name, rank, size):
+        try:
+            wait_for_all(PrefixStore(name, launch), rank, size, 60.0, print, launch)
+        except ConfigError as error:
+            errors[name, rank] = str(error)
+
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    waiting = threading.Thread(target=start, args=("use 1", 0, 2))
+    waiting.start()
+    while not launch.check(["launch/0"]):
+        pass
+    start("use 1", 2, 4)
+    waiting.join()
+    start("use 2", 0, 2)
+    here = platform.node()
+    assert set(errors) == {("use 1", 0), ("use 1", 2), ("use 2", 0)}
+    (problem,) = set(errors.values())
+    assert problem.startswith(f"{here} was started for 2 processes on 2 machines, and {here} for 4 processes on 2 machines. Give")
+
+
+def test_ranks_with_other_numbers_of_machines_are_refused(monkeypatch):
+    launch = HashStore()
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    wait_for_all(launch, 0, 1, 1.0, print, launch)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"for 1 processes on 1 machine, and .* for 1 processes on 3 machines"):
+        wait_for_all(launch, 0, 1, 1.0, print, launch)
 
 
 def test_a_rank_says_whom_it_waits_for_again_and_again(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.testing import network_namespaces
-from tests.machines import PATIENCE_S, SHORT_RUN, Machine, until_said, with_settings
+from tests.machines import PATIENCE_S, SHORT_RUN, Machine, library_lines, until_said, with_settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "real_processes.md"
@@ -73,6 +73,7 @@ def test_a_machine_whose_command_is_typed_first_says_whom_it_waits_for(machines,
     assert "rank 0 on first.example exchanges over isle0 (10.77.0.1)" in said
     assert "rank 1 of 2; log: runs/two/logs/rank-1.log; rank 0 is on first.example" in also
     assert "torch's launcher executes" not in said
+    assert library_lines(said + also) == []
     if first == 0:
         resume = f"atoll run --resume runs/two {lines[0][lines[0].index('--set engine.nodes') :].partition(' --out')[0]}"
         with machines[0].started(resume, "screen") as finished:  # its result is printed without the other machine
@@ -92,6 +93,17 @@ def test_machines_that_cannot_connect_end_within_seconds_and_both_name_the_setti
         assert re.search(r"rank 0 on first.example has no route to other ranks \(172.17.0.1\). It has isle0 \(10.77.0.1\)", text)
         assert "on each: export GLOO_SOCKET_IFNAME=NAME" in text
     assert not (one.folder / "runs").exists()
+
+
+def test_machines_that_were_started_for_different_numbers_of_ranks_are_refused_at_once(machines):
+    lines = page_commands("atoll run")
+    lines[1] = re.sub(r"--processes \d+", "--processes 4", lines[1])
+    with machines[0].started(lines[0], "screen") as first, machines[1].started(lines[1], "screen") as second:
+        assert first.wait(PATIENCE_S) == second.wait(PATIENCE_S) == 2
+        said = first.log.read_text(), second.log.read_text()
+    numbers = "first.example was started for 2 processes on 2 machines, and second.example for 4 processes on 2 machines"
+    for text in said:
+        assert f"error: {numbers}. Give --processes and engine.nodes the same values on all machines" in text
 
 
 def both_said(machines, lines):

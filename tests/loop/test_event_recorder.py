@@ -70,6 +70,11 @@ def test_exchanges_losses_and_cosines_are_those_of_the_simulator(two, tmp_path):
     assert all(island.exchanged_s > 0 and island.computed_s > 0 for island in summary.overlap.islands)
 
 
+def test_a_last_round_counts_the_steps_that_the_longest_island_took_in_it(two, tmp_path):
+    two.run(logged, str(tmp_path / "log"), (7, 8))
+    assert [event.steps for event in of(RoundFinished, read_events(tmp_path / "log/events.jsonl"))] == [3, 6, 8]
+
+
 def test_report_prints_an_own_loop_and_writes_its_trace(tmp_path, capsys):
     from atoll.cli.inspect_commands import report_run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -138,8 +139,12 @@ def test_only_a_finished_run_of_its_own_model_is_exported(decoder, tmp_path):
         out=tmp_path / "own",
         workload=Regression(),
     )
-    with pytest.raises(ConfigError, match=r"trained a user's workload"):
+    with pytest.raises(ConfigError, match=r"trained a user's workload, Regression.*Make the model in your code") as refused:
         export(own.folder, tmp_path / "out")
+    module = Regression().module()
+    code = re.search(r"module\.load_state_dict\(.*?strict=False\)", str(refused.value))[0]
+    exec(f"import safetensors.torch\n{code}", {"module": module})
+    assert all(torch.equal(value, own.module.state_dict()[name]) for name, value in module.state_dict().items())
     (decoder.folder / "final.safetensors").rename(tmp_path / "final.safetensors")
     with pytest.raises(ConfigError, match=r"has no final weights yet.*atoll run --resume"):
         export(decoder.folder, tmp_path / "out")

@@ -301,6 +301,13 @@ def test_the_last_commit_of_islands_that_accumulate_freely_may_go_past_the_end()
     )
 
 
+def test_tokens_of_runs_that_are_not_comparable_are_those_of_the_table_where_warm_starts_are_alike() -> None:
+    text = sentence_about(replace(DDP, warm_start_tokens=200), replace(DILOCO, warm_start_tokens=200, tokens=20_500))
+    assert text.endswith("diloco saw 20.5 k.")
+    text = sentence_about(replace(DDP, warm_start_tokens=500), replace(DILOCO, warm_start_tokens=0, tokens=20_500))
+    assert "ddp saw 10.5 k with the warm start" in text
+
+
 def test_warm_start_tokens_count_as_work() -> None:
     assert "not comparable" in sentence_about(DDP, replace(DILOCO, warm_start_tokens=5000))
     assert "not comparable" not in sentence_about(DDP, replace(DILOCO, tokens=5000, warm_start_tokens=5000))

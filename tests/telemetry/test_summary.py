@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.core.errors import AtollError, CheckpointError, ConfigError
-from atoll.core.events import Attended, Leased, MemoryCounted, Refused, RunFinished, SaveFailed
+from atoll.core.events import Attended, Leased, MemoryCounted, Refused, RunFinished, RunStarted, SaveFailed
 from atoll.telemetry.async_summary import read_asynchrony
 from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.plots import plot_run, run_figure
@@ -239,6 +239,16 @@ def test_participation_has_means_and_sums_over_commits_and_is_drawn_from_the_log
     assert (found.commits, found.attempts, found.known, found.alive, found.participating) == (2, 4, 4, 3.0, 2.5)
     assert (found.delivered, found.returned, found.refused, found.not_saved) == (5, 1, 1, 1)
     assert plot_run(tmp_path, tmp_path / "participation.png", "participation").stat().st_size > 1000
+
+
+def test_the_plot_of_participation_names_the_run_and_shows_that_nothing_was_assigned_again(tmp_path):
+    started = RunStarted(recipe="demo", algorithm="DiLoCo", islands=4, params=1, steps=2, seed=7, engine="elastic")
+    never = [started, leased(1, [0, 1, 2]), attended(1, 3)]
+    (tmp_path / "events.jsonl").write_text("".join(event.to_json() + "\n" for event in never))
+    figure = run_figure(tmp_path, "participation")
+    assert figure.get_supxlabel() == f"demo, seed 7: {tmp_path.name}"
+    again = next(line for line in figure.axes[1].lines if line.get_label() == "assigned again")
+    assert min(again.get_ydata()) == 0 > figure.axes[1].get_ylim()[0]
 
 
 def test_axes_that_count_islands_and_leases_have_whole_numbers(tmp_path):

@@ -39,18 +39,18 @@ class AsyncLocalSGD:
     """Workers that train independently and push their deltas, and a hub that applies each push on arrival.
 
     Args:
-        inner_steps: of a round; with a `pace` other than even, of the fastest worker's.
+        inner_steps: steps of a round; with a `pace` other than even, of the fastest worker's.
         outer: the rule applied to each delta. The period of DelayedNesterov is usually the number of workers.
-        weight: by which each delta is multiplied: a number, or one that follows the number of workers.
+        weight: what each delta is multiplied by: a number; or, with k workers, `1/k` or `sqrt(k)/k`.
         correction: what is done to a delta because it is stale, before the rule sees it.
         grace_s: how long the hub waits after an arrival for others, to dispatch them together; 0 dispatches each at once.
         pace: Dynamic Local Updates: even (off), given (speeds are known) or measured (they are observed).
         speeds: in steps per second, one for each worker, where `pace` is given; empty where the engine knows them.
-        shards: a worker's next shard is drawn by deficit (eq. 2) or is one with the fewest visits.
+        shards: a worker's next shard is drawn by its `deficit` (equation 2), or is one with the fewest `visits`.
         ties: where several shards have the same chance, the worker keeps its last one, or chance decides.
-        codec: how deltas and weights travel: as `fp32`, or in the short forms of `atoll.optim.codecs`. The hub encodes by how much
-            its weights have changed since the worker last had them, and remembers what each worker decoded: one copy of the weights
-            per worker. A worker that is new gets the weights in fp32.
+        codec: how deltas and weights travel, by `atoll.optim.codecs`: as `fp32`, `bf16`, `bf16-stochastic`, `int8`, `int4`, `fp4`,
+            `int2` or `topk`. The hub encodes by how much its weights have changed since the worker last had them, and remembers
+            what each worker decoded: one copy of the weights per worker. A worker that is new gets the weights in fp32.
         feedback: how much of what the codec left out of a worker's deltas is added to its next one: 1 all of it, 0 none. What it
             left out of the weights is always in the next difference.
     """

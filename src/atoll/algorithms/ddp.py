@@ -32,7 +32,7 @@ class StepsOnGradients:
     Args:
         optimizer: the rule applied to the mean gradient. None: the run's inner optimizer.
         clip_norm: mean gradients longer than this, as a whole, are shortened to it. None: the run's.
-        weigh: whether each batch weighs the same in the mean, or each token: for batches that are padded.
+        weigh: what weighs the same in the mean gradient: `batches`, or `tokens`, for batches that are padded.
     """
 
     optimizer: Rule | None = None

@@ -52,8 +52,8 @@ class DiLoCo:
     Args:
         inner_steps: steps each island takes alone between two agreements; the paper uses 500.
         outer: the rule applied to the mean delta; the paper found Nesterov best, with these rates.
-        weighting: of the deltas: all the same, by the number of examples in the island's shard (the paper's choice where shards
-            differ), or by the tokens that the island has trained on for its delta.
+        weighting: of the deltas in their mean: `uniform`, by the `examples` in the island's shard (the paper's choice where shards
+            differ), or by the `tokens` that the island has trained on for its delta.
         missed: from where an island that was not heard measures its next delta: from the `global` weights of that moment, which it
             is given first (the paper's Algorithm 1, line 12, read literally), or from those it last `agreed` on.
         pruned: fraction of each delta that is set to zero before averaging, neuron by neuron.
@@ -68,7 +68,8 @@ class DiLoCo:
         grace_s: how long a quorum waits for further deltas.
         late: what becomes of the delta of an island that came later: it is `carried` into the round that is open then, or
             `dropped`. Either way the island goes on from the weights of that round.
-        codec: how deltas travel: as `fp32`, or in the short forms of `atoll.optim.codecs`.
+        codec: how deltas travel, by `atoll.optim.codecs`: as `fp32`, `bf16`, `bf16-stochastic`, `int8`, `int4`, `fp4`, `int2` or
+            `topk`.
         feedback: how much of what the codec left out is added to the island's next delta: 1 all of it, 0 none. With topk, outer SGD
             and 0.95 this is SparseLoCo (arXiv 2508.15706), whose error buffer takes the place of the outer momentum.
     """

@@ -39,8 +39,9 @@ class Sharded(StepsOnGradients):
     """The common settings and steps. The optimizer's rule is applied to slices, so it is elementwise.
 
     Args:
-        wire: in which precision gradients and weights are sent; own: the model's.
-        sums: in which precision gradients are added up, over batches and over islands; own: the model's, and that of `wire`.
+        wire: the precision in which gradients and weights are sent: the model's `own`, `fp32` or `bf16`.
+        sums: the precision in which gradients are added up: `own`, which is the model's over batches and that of `wire` over
+            islands, or `fp32`.
     """
 
     wire: Precision = "own"
@@ -130,8 +131,8 @@ class Overlapped(Sharded):
     """Algorithms that compute during an exchange.
 
     Args:
-        batch: fixed: each island computes the same number of batches per update. free: after these it computes further ones until
-            its exchange is over, so a fast island contributes more, and none is idle.
+        batch: the batches of an island per update: `fixed`, the same number on each; or `free`, which adds those that it computes
+            until its exchange is over, so that a fast island contributes more, and none is idle.
         clock: what the learning rate follows: updates ("commits"), or samples, that is, how many nominal batches were applied. The
             run ends by the same clock. None: samples where batches are free, else commits; commits also where tokens are weighed.
         warmup: updates at the beginning that hide nothing: a batch is computed, then exchanged, as ZeRO-1 does it.

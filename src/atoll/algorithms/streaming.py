@@ -64,9 +64,11 @@ class Streaming:
         mixing: the share of the island's own weights in the fragment that it loads: 0 drops the steps that it took after it sent
             the fragment, 1 ignores the agreement.
         split: fragments are `contiguous` ranges of equal size, whole tensors `balanced` by size, or whole layers, `strided`: with
-            the embeddings and the other tensors outside of layers as one fragment, layers p, p+P, p+2P ... as another.
+            the embeddings and the other tensors outside of layers as one fragment, layers p, p+P, p+2P and so on as another.
         outer: the rule applied to each fragment's mean delta.
-        codec, feedback: see `DiLoCo`.
+        codec: how deltas travel, by `atoll.optim.codecs`: as `fp32`, `bf16`, `bf16-stochastic`, `int8`, `int4`, `fp4`, `int2` or
+            `topk`.
+        feedback: how much of what the codec left out is added to the fragment's next delta: 1 all of it, 0 none.
     """
 
     inner_steps: int

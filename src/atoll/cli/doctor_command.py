@@ -32,6 +32,8 @@ _MOST_SKEW_S = 30.0
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 128 << 20
 _COMPARED = ("atoll", "Python", "torch", "data")
+_EXTRA_OF = {"elastic": "torchft", "ray": "ray"}
+"""The extra that an engine needs on every machine."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def examine(address: str | None, listen: str | None, recipe: str, settings: Sequ
         recipe: whose data the machines compare, with these settings.
     """
     findings = list(local_findings(recipe, settings))
-    facts = {one.what: one.here[:200] for one in findings if one.what in (*_COMPARED, "machine", "CUDA", "free disk")}
+    facts = {one.what: one.here[:200] for one in findings if one.what in (*_COMPARED, "machine", "CUDA", "extras", "free disk")}
     other: OtherMachine | None = None
     if address is not None:
         _check_address(address)
@@ -248,14 +250,22 @@ def _show(findings: Sequence[Finding], other: OtherMachine | None) -> None:
         cells = [f"{mark}{one.what}", escape(one.here), *([escape(one.there)] if other is not None else [])]
         table.add_row(*cells)
     console.print(table)
-    print("\nWhat to do:" if any(one.advice for one in findings) else f"\nWhat to do: nothing.{_next(other)}")
+    print("\nWhat to do:" if any(one.advice for one in findings) else f"\nWhat to do: nothing.{_next(findings, other)}")
     for number, advice in enumerate((one.advice for one in findings if one.advice), 1):
         console.print(f"{number}. {advice}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _next(other: OtherMachine | None) -> str:
+def _next(findings: Sequence[Finding], other: OtherMachine | None) -> str:
+    """Which engines both machines can run, by their network and their extras."""
     if other is None:
         return " To check the network to another machine: `atoll doctor --listen HOST:PORT` there, and here what it prints."
-    if other.back == "":
-        return " These machines can run --engine processes, elastic and ray together."
-    return " These machines can run elastic together; --engine processes and ray connect both ways."
+    texts = [text for one in findings if one.what == "extras" for text in (one.here, one.there)]
+    extras = set.intersection(*({*text.partition(";")[0].split(", ")} for text in texts))
+    both_ways = other.back == ""
+    reached = {"processes": both_ways, "elastic": True, "ray": both_ways}
+    engines = [name for name, reaches in reached.items() if reaches and _EXTRA_OF.get(name) in (None, *extras)]
+    named = re.sub(r", (\w+)$", r" and \1", ", ".join(engines))
+    can = f" These machines can run --engine {named} together." if engines else ""
+    lacking = [f"{name} needs the extra {extra} on both." for name, extra in _EXTRA_OF.items() if extra not in extras]
+    one_way = [] if both_ways else ["--engine processes and ray connect both ways."]
+    return " ".join([can, *one_way, *lacking])

@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from json import dumps
@@ -21,6 +22,7 @@ from typer.core import TyperGroup
 
 from atoll import check_platform
 from atoll.core.errors import AtollError, ConfigError
+from atoll.core.library_logs import quieten
 
 
 class _Commands(TyperGroup):
@@ -49,13 +51,21 @@ def _recipe_names() -> list[str]:
 
 
 def _setting_paths(context: typer.Context) -> list[str]:
-    """Paths of the recipe that the command line names so far, for completion in a shell."""
-    from atoll.cli.recipe_settings import run_of
-    from atoll.core.config.describe_settings import describe
+    """Paths of the recipe and of the engine that the command line names so far, for completion in a shell."""
+    from atoll.cli.recipe_settings import run_of, spec_of
+    from atoll.core.config.describe_settings import Setting, describe
+    from atoll.engines.spec import EngineSettings, spec_named
 
     # A parser that waits for the value of --set has not assigned the arguments before it.
-    name = context.params.get("recipe") or next((word for word in context.args if not word.startswith("-")), None)
-    return [f"{setting.path}=" for setting in describe(run_of(name, (), None))] if name else []
+    given = context.params
+    name = given.get("recipe") or next((word for word in context.args if not word.startswith("-")), None)
+    engine = given.get("engine") or ("elastic" if given.get("elastic") or given.get("join") else None)
+    settings: list[Setting] = []
+    with suppress(AtollError):  # a message would stand in the prompt
+        settings += describe(run_of(name, (), None)) if name else []
+        spec = spec_of(name, engine) if name else spec_named(engine) if engine else None
+        settings += [one for one in describe(EngineSettings(spec)) if "." in one.path] if spec else []
+    return [f"{setting.path}=" for setting in settings]
 
 
 Settings = Annotated[
@@ -314,7 +324,11 @@ def rendezvous(join_info: Path, address: str) -> None:
 def compare(
     what: Annotated[
         list[str],
-        typer.Argument(metavar="RECIPE-FILE-or-DIR...", help="Recipes and TOML files to simulate, folders of finished runs."),
+        typer.Argument(
+            metavar="RECIPE-FILE-or-DIR...",
+            help="Recipes and TOML files to simulate, folders of finished runs.",
+            autocompletion=_recipe_names,
+        ),
     ],
     settings: Settings,
     seed: Seed = None,
@@ -334,7 +348,11 @@ def sweep(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE-or-FILE", autocompletion=_recipe_names)],
     grid: Annotated[
         list[str],
-        typer.Option(metavar="PATH=V1,V2", help="A setting and its values; repeat it for the combinations of several settings."),
+        typer.Option(
+            metavar="PATH=V1,V2",
+            autocompletion=_setting_paths,
+            help="A setting and its values; repeat it for the combinations of several settings.",
+        ),
     ],
     settings: Settings,
     seed: Seed = None,
@@ -471,6 +489,7 @@ def prepare(
 
 def main() -> None:
     """Run the command; print an error that the user can fix, and exit with code 2."""
+    quieten()
     try:
         check_platform()
         app()

@@ -20,7 +20,7 @@ from atoll.core.errors import ConfigError
 from atoll.engines.spec import EngineSpec, read_spec, spec_named, with_settings
 from atoll.models.gpt import GPT
 from atoll.models.mlp import MLP
-from atoll.runs.folder import RunFolder
+from atoll.runs.folder import RunFolder, is_own_loop, own_loop_problem
 from atoll.runs.run_settings import Run, candidates
 from atoll.telemetry.run_progress import read_settings_file
 from atoll.telemetry.summary import read_summary
@@ -51,6 +51,8 @@ def described(name: str) -> Described:
         return Described(recipes.recipe(name))
     if path.suffix == ".json":
         record, beside = read_settings_file(path), path.with_name("engine.json")
+        if is_own_loop(record):
+            raise ConfigError(own_loop_problem(path.parent))
         return Described(from_json(record, hint=Run), read_spec(path.parent) if beside.exists() else None)
     table = read_toml(path)
     try:

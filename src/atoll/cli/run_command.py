@@ -116,6 +116,11 @@ def _resume(options: RunOptions, faults: Faults | None) -> Result | None:
 
 
 def _check_settings(options: RunOptions) -> None:
+    if options.recipe is None and any(setting.partition("=")[0] == "train.steps" for setting in options.settings):
+        raise ConfigError(
+            f"--set train.steps with --resume: a run resumes with the steps that it began with. To train a finished run for N "
+            f"more steps, in a new folder: atoll run --resume {options.resume} --extend N."
+        )
     if options.recipe is None and (run_settings(options.settings) or options.seed is not None):
         raise ConfigError(
             "--set or --seed with --resume: a run resumes with the settings that it began with; only the engine's, such as "

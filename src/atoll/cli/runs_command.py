@@ -19,7 +19,7 @@ from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import Evaluated, RoundFinished
 from atoll.core.verified_files import DIGESTS, expanded
 from atoll.engines.spec import read_spec
-from atoll.runs.folder import LOOP_RECIPE, RunFolder
+from atoll.runs.folder import RunFolder, is_own_loop
 from atoll.telemetry.event_log import read_backwards
 from atoll.telemetry.run_progress import read_settings
 from atoll.telemetry.units import human_loss
@@ -70,8 +70,7 @@ def _listed(path: Path) -> ListedRun:
     try:
         run = read_settings(path)
         step, loss = _progress(folder)
-        recipe = str(run["recipe"])
-        loop = recipe == LOOP_RECIPE
+        recipe, loop = str(run["recipe"]), is_own_loop(run)
         engine, steps = ("loop", None) if loop else (read_spec(path).name, int(run["train"]["steps"]))
     except (AtollError, LookupError, TypeError, ValueError):
         return ListedRun(folder=str(path), state="unreadable", started=_started(folder))

@@ -11,21 +11,21 @@ from typing import Any
 from atoll.core.errors import ConfigError
 
 
-def require(module: str, *, extra: str, purpose: str) -> Any:
-    """The module of that name, or a ConfigError that says which extra of atoll brings it."""
+def require(module: str, *, extra: str, purpose: str, alone: bool = False) -> Any:
+    """The module of that name, or a ConfigError with the command that installs its extra of atoll; of the extra's libraries only
+    this one, if it is enough `alone`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f"{purpose} need {module}, which cannot be imported ({error}). Install it with `{install_command(extra)}`."
-        ) from error
+        command = install_command(extra, module if alone else "")
+        raise ConfigError(f"{purpose} need {module}, which cannot be imported ({error}). Install it with `{command}`.") from error
 
 
-def install_command(extra: str) -> str:
-    """A command that installs an extra's libraries from any folder, without an index that has atoll: from the checkout that this
-    code belongs to, or by the requirements of the installed package."""
+def install_command(extra: str, library: str = "") -> str:
+    """A command that installs an extra's libraries, or one of them, from any folder, without an index that has atoll: from the
+    checkout that this code belongs to, or by the requirements of the installed package."""
     checkout = Path(__file__).parents[3]
-    if (checkout / "pyproject.toml").is_file():
+    if not library and (checkout / "pyproject.toml").is_file():
         return f'pip install -e "{checkout}[{extra}]"'
     needed = (re.split(r"[;\s]", line)[0] for line in metadata.requires("atoll") or () if line.endswith(f'extra == "{extra}"'))
-    return "pip install " + " ".join(f'"{requirement}"' for requirement in needed)
+    return "pip install " + " ".join(f'"{one}"' for one in needed if one.startswith(library))

@@ -51,7 +51,7 @@ class BPETokenizer:
     """A tokenizer of the `tokenizers` library, made from the JSON text of its file."""
 
     def __init__(self, text: str, source: str = "the tokenizer") -> None:
-        library = require("tokenizers", extra="hf", purpose="BPE tokenizers")
+        library = require("tokenizers", extra="hf", purpose="BPE tokenizers", alone=True)
         try:
             self._tokenizer: Any = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
@@ -101,7 +101,7 @@ def train_bpe(documents: Iterable[Document], vocab_size: int) -> BPETokenizer:
     """
     if vocab_size < 257:
         raise ConfigError(f"vocab_size={vocab_size}: byte-level BPE needs 257 or more, for 256 bytes and the end of a text.")
-    library = require("tokenizers", extra="hf", purpose="BPE tokenizers")
+    library = require("tokenizers", extra="hf", purpose="BPE tokenizers", alone=True)
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -202,7 +202,7 @@ def _from_folder(folder: Path) -> BPETokenizer:
         raise DataError(
             f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.json and merges.txt. Give the folder that does."
         )
-    library = require("tokenizers", extra="hf", purpose="BPE tokenizers")
+    library = require("tokenizers", extra="hf", purpose="BPE tokenizers", alone=True)
     lines = read_text(merges).split("\n")
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     try:

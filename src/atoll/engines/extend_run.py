@@ -49,6 +49,14 @@ def extend(folder: str | Path, steps: int, out: str | Path | None = None, comman
     if not finished.finished:
         raise ConfigError(f"{folder} is not finished, and only a finished run is extended. Resume it: atoll run --resume {folder}")
     _check_can_go_on(finished.path, old, spec)
+    assert not isinstance(old.algorithm, AsyncAlgorithm), "those are refused"
+    per_round = old.algorithm.steps_per_round
+    if steps % per_round:
+        fit = max(1, round(steps / per_round)) * per_round
+        raise ConfigError(
+            f"--extend {steps} is no multiple of the {per_round} inner steps of a round: the last round would be cut short. Use "
+            f"--extend {fit}."
+        )
     new = replace(old, train=replace(old.train, steps=old.train.steps + steps))
     checkpoint = _start_of(finished, old, new)
     target = expanded(out or default_path(new.recipe, new.seed))

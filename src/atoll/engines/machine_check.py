@@ -17,12 +17,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import ConfigError, one_line
+from atoll.engines.network_interfaces import LOOPBACK, is_dialled, reachable_interfaces, refuse_loopback_name
 from atoll.engines.socket_transport import receive_record
 
 _VERSION = 2
@@ -34,6 +35,8 @@ _ANSWER_S = 600.0
 _TOKEN_BYTES, _WORD_BYTES = 64, 12
 _STRANGER_S = 5.0
 """A connection that has sent nothing for so long makes room for the next."""
+_ALL = "0.0.0.0"
+"""The address of all interfaces."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ def answer_machine(listen: str, facts: Mapping[str, str], log: Callable[[str], o
     word = secrets.token_hex(_WORD_BYTES // 2)
     with _listener(listen) as listener:
         host, port = listener.getsockname()[:2]
-        log(f"answering at {host}:{port} for at most {limit_s:.0f} s; on the other machine: atoll doctor {word}@{host}:{port}")
+        dialled = [f"atoll doctor {word}@{one}:{port}" for one in (_own_addresses() if host == _ALL else [host])]
+        log(f"answering at {host}:{port} for at most {limit_s:.0f} s; on the other machine: {', or '.join(dialled)}")
         deadline_s = time.monotonic() + limit_s
         while (left_s := deadline_s - time.monotonic()) > 0:
             listener.settimeout(left_s)
@@ -152,14 +156,24 @@ class _BackConnection:
 def _listener(listen: str) -> socket.socket:
     host, _, port = listen.rpartition(":")
     try:
-        if not 0 <= int(port) < 1 << 16:
-            raise ValueError(f"{port} is no port")
-        return socket.create_server((host, int(port)), backlog=8)
+        if not is_dialled(listen, least_port=0):
+            raise ValueError("it is no HOST:PORT")
+        listener = socket.create_server((host, int(port)), backlog=8)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--listen {shown_text(listen)}: this machine cannot listen there ({one_line(error)}). Give HOST:PORT with an address "
             f"of this machine that the other reaches, and a free port; port 0 is any."
         ) from error
+    with ExitStack() as unless_refused:
+        unless_refused.enter_context(listener)
+        refuse_loopback_name(f"--listen {listen}", host, listener.getsockname()[0])
+        unless_refused.pop_all()
+    return listener
+
+
+def _own_addresses() -> list[str]:
+    """The IPv4 addresses at which other machines may reach this one."""
+    return [one.address for one in reachable_interfaces() if ":" not in one.address] or [LOOPBACK]
 
 
 # ------------------------------------------------------------------------------------------------------------- lines of JSON

@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from atoll.core.errors import ConfigError
+
 LOOPBACK = "127.0.0.1"
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 """An IPv4 address or a name. Whether it can be resolved is seen when it is used."""
@@ -126,10 +128,25 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def reachable_interfaces() -> list[NetworkInterface]:
+    """The interfaces that other machines may reach."""
+    addresses = ((one, ipaddress.ip_address(one.address)) for one in network_interfaces())
+    return [one for one, address in addresses if not (address.is_loopback or address.is_link_local)]
+
+
 def beyond_loopback() -> str:
     """The interfaces that other machines may reach, for a message."""
-    addresses = ((one, ipaddress.ip_address(one.address)) for one in network_interfaces())
-    return ", ".join(str(one) for one, address in addresses if not (address.is_loopback or address.is_link_local)) or "none"
+    return ", ".join(map(str, reachable_interfaces())) or "none"
+
+
+def refuse_loopback_name(setting: str, host: str, address: str) -> None:
+    """Refuse to listen for other machines at a name that resolves to a loopback address here. An address, and localhost, say that
+    they are for this machine alone."""
+    if is_loopback(address) and not is_loopback(host):
+        raise ConfigError(
+            f"{setting}: {host} is {address} here, which no other machine reaches. This machine has {beyond_loopback()}: give one "
+            f"of these addresses, or correct the line of {host} in /etc/hosts."
+        )
 
 
 def free_port(host: str, wanted: int = 0) -> int:

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NoReturn
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -35,12 +36,15 @@ Log = Callable[[str], object]
 Records = Mapping[int, Mapping[str, str]]
 
 
-def wait_for_keys(store: Store, keys: Mapping[int, str], what: str, limit_s: float, log: Log) -> list[int]:
+def wait_for_keys(
+    store: Store, keys: Mapping[int, str], what: str, limit_s: float, log: Log, check: Callable[[], object] = lambda: None
+) -> list[int]:
     """Wait until ranks have set their keys, by rank. Logs every 15 s which ranks have not. Returns those that have not after
-    `limit_s`; none if all have. Raises RuntimeError if the store is gone."""
+    `limit_s`; none if all have. Raises RuntimeError if the store is gone, and what `check` raises meanwhile."""
     began_s, log_s = time.monotonic(), WAIT_LOG_S
     # One request for all ranks. A blocking request would log a warning of torch at its timeout, and delay Ctrl-C.
     while not store.check([*keys.values()]):
+        check()
         waited_s = time.monotonic() - began_s
         if waited_s > min(limit_s, log_s):
             missing = [rank for rank, key in keys.items() if not store.check([key])]
@@ -63,12 +67,15 @@ def named(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def wait_for_all(store: Store, rank: int, size: int, limit_s: float, log: Log) -> None:
-    """Wait until every rank has started."""
+def wait_for_all(store: Store, rank: int, size: int, limit_s: float, log: Log, launch: Store | None = None) -> None:
+    """Wait until every rank has started. In the store `launch` all that were started meet, whatever their numbers: with it, ranks
+    that were started for different numbers of ranks or machines all raise ConfigError at once."""
+    check = partial(_refuse_mismatch, launch, size)
     keys = {other: f"here/{other}" for other in range(size)}
     try:
+        check()
         store.set(keys[rank], "")
-        missing = wait_for_keys(store, keys, "to start", limit_s, log)
+        missing = wait_for_keys(store, keys, "to start", limit_s, log, check)
     except RuntimeError as error:
         raise ExchangeFailed(
             f"rank {rank} waited for the others, and rank 0's machine, or the process there that hosts the store, has ended."
@@ -79,6 +86,23 @@ def wait_for_all(store: Store, rank: int, size: int, limit_s: float, log: Log) -
             f"rank {rank} waited {limit_s:g} s for {named(missing)} of {size}, which have not started; {named(here)} are here. See "
             f"that all were started, or raise the limit (engine.start_timeout_s; limit_s in an own loop)."
         )
+
+
+def _refuse_mismatch(launch: Store | None, size: int) -> None:
+    """Raise ConfigError if any rank was started for another number of ranks or machines than the first. All raise the same."""
+    if launch is None:
+        return
+    machines, attempt = os.environ.get("GROUP_WORLD_SIZE", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    mine = f"{size} processes" + (f" on {machines} machine{'s' if machines != '1' else ''}" if machines else "")
+    key, refused = f"launch/{attempt}", f"launch/{attempt}/refused"
+    first = json.loads(launch.compare_set(key, "", json.dumps({"started": mine, "host": platform.node()})))
+    if first["started"] != mine:
+        (one, ones), (other, others) = sorted([(first["host"], first["started"]), (platform.node(), mine)])
+        problem = f"{one} was started for {ones}, and {other} for {others}"
+        advice = "Give --processes and engine.nodes the same values on all machines (with torchrun: --nnodes)."
+        launch.compare_set(refused, "", f"{problem}. {advice}")
+    if launch.check([refused]):
+        raise ConfigError(launch.get(refused).decode())
 
 
 @contextmanager

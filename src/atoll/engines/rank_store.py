@@ -115,7 +115,7 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def find_store(timeout_s: float) -> tuple[Store, int, int]:
+def find_store(timeout_s: float) -> tuple[PrefixStore, int, int]:
     """The store of the processes that torchrun started, this process's rank and their number, by torchrun's variables.
 
     Processes may call this several times, all of them equally often: each time they find fresh keys. Raises RuntimeError if the

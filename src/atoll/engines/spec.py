@@ -96,7 +96,7 @@ def saved_spec(folder: Path) -> EngineSpec:
     """The spec of a run that is resumed. Of the ranks that torchrun started only rank 0 needs the folder."""
     if processes_started() > 1 and not folder.is_dir():
         return Processes()
-    RunFolder.open(folder)
+    RunFolder.open(folder).refuse_own_loop()
     return read_spec(folder)
 
 

@@ -51,8 +51,10 @@ class EventRecorder:
         self._span_steps = 0
         self._losses: list[float] = []
         self._tokens = self._rounds = 0
-        self._unread: deque[tuple[int, int, float, Sequence[int]]] = deque()
-        """Rounds whose records have not all been read: number, steps of the run, time of their end, and islands."""
+        self._steps = 0  # of the user, in the rounds that were read
+        self._unread: deque[tuple[int, int | None, float, Sequence[int]]] = deque()
+        """Rounds whose records have not all been read: number, steps of the run if the algorithm takes them, time of their end, and
+        islands."""
         self.folder: RunFolder | None = None
         self._held = ExitStack()
         """The folder, as long as this process writes to it."""
@@ -124,9 +126,10 @@ class EventRecorder:
             self._store.set(self._key(self._rounds, self._position.island, self._position.device), self.record.to_json())
         if self._writes:
             steps = getattr(state, "steps", None)
+            by_user = self._settings.stepped_by == "user"  # whose last round may be shorter
             taken = self._rounds * self._settings.algorithm.steps_per_round if steps is None else whole_steps(steps)
             islands = [int(name.rpartition(" ")[2]) for name in names]
-            self._unread.append((self._rounds, taken, self.clock.now_s(), islands))
+            self._unread.append((self._rounds, None if by_user else taken, self.clock.now_s(), islands))
             self._read()
         self.record.clear()
 
@@ -143,7 +146,8 @@ class EventRecorder:
             for key in keys:
                 self._store.delete_key(key)
             self._unread.popleft()
-            self._aggregator.add_round(records, steps, now_s, islands)
+            self._steps += max(sum(span.steps for span in record.computed) for record in records)
+            self._aggregator.add_round(records, self._steps if steps is None else steps, now_s, islands)
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
         if self._writes:

@@ -116,9 +116,9 @@ class Cluster:
 
     Args:
         islands: the largest number of islands.
-        step_time_s: virtual seconds that an island needs for one batch, one figure per island. A list is cut or repeated to the
-            number of islands. Or how much four devices differ: none, slight, moderate, very; see `step_times`. Each device of an
-            island needs this time for a batch of its own.
+        step_time_s: virtual seconds that an island needs for one batch, one figure per island; or how much four devices differ:
+            none, slight, moderate or very (see `step_times`). A list is cut or repeated to the number of islands. Each device of
+            an island needs this time for a batch of its own.
         step_time_spread: sigma of a log-normal factor, drawn once per island.
         step_time_jitter: sigma of a log-normal factor, drawn for each batch.
         link: of every island, unless `links` has one per island.
@@ -126,7 +126,8 @@ class Cluster:
         topology: ring, or star with a server.
         drop_probability: that an island's message is lost in an exchange, independently each round.
         lost: exchanges in which the message of a named island is lost.
-        pool: number of islands over time: a name, or a list of counts that share the run evenly.
+        pool: number of islands over time: constant, doubling, halving, ramp_up or ramp_down; or a list of counts that share the run
+            evenly.
         away: islands that leave and return, by rounds.
         outages: islands that die and return, by time; for asynchronous algorithms.
         threads_per_island: CPU threads of one island. Results depend on it in the last bits.

@@ -81,6 +81,7 @@ def evaluate(
         DataError: the text cannot be read, or no document has a last word after others.
     """
     opened = RunFolder.open(folder)
+    opened.refuse_own_workload()
     if isinstance(opened.run.model, MLP):
         raise ConfigError(f"{folder} trained an MLP, which reads no text. Give the folder of a run that trained a language model.")
     documents = list(open_corpus(on, limit_bytes))

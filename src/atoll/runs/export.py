@@ -106,7 +106,7 @@ def generation_limits(module: Any, tokenizer: Tokenizer) -> dict[str, Any]:
 def trained(folder: str | Path) -> tuple[Run, nn.Module]:
     """The resolved run of this folder, and its module with the final weights, on the CPU and in evaluation mode."""
     opened = RunFolder.open(folder)
-    opened.check_workload(None)
+    opened.refuse_own_workload()
     run = opened.run.resolved
     if not opened.final.exists():
         raise ConfigError(f"{folder} has no final weights yet: its run is not finished. Finish it: atoll run --resume {folder}")

@@ -35,6 +35,19 @@ LOOP_RECIPE = "own loop"
 """What run.json has as the recipe of a user's loop under `atoll.islands`, which has no Run and no engine."""
 
 
+def is_own_loop(record: Mapping[str, Any]) -> bool:
+    """Whether this run.json is of a user's loop under `atoll.islands`."""
+    return record.get("recipe") == LOOP_RECIPE and "type" not in record
+
+
+def own_loop_problem(path: Path) -> str:
+    """Why a command that needs a model or an engine cannot have the folder of an own loop."""
+    return (
+        f"{path} has the log of an own loop. Its script has the model, saves it, and trains on: see the command in "
+        f"{path / 'source.txt'}. `atoll report` and `atoll compare` read this folder."
+    )
+
+
 class _File:
     """The path of a file in a run's folder, as an attribute of RunFolder."""
 
@@ -96,6 +109,7 @@ class RunFolder:
 
     @property
     def run(self) -> Run:
+        self.refuse_own_loop()
         found: Run = from_json(self.run_json, hint=Run)
         return found
 
@@ -136,10 +150,27 @@ class RunFolder:
         with _writing(self.path):
             (self.path / DIGESTS).unlink(missing_ok=True)
 
+    def refuse_own_loop(self) -> None:
+        """Raise ConfigError if this is the folder of a user's loop under `atoll.islands`, which has no Run."""
+        if is_own_loop(self.run_json):
+            raise ConfigError(own_loop_problem(self.path))
+
+    def refuse_own_workload(self) -> None:
+        """Raise ConfigError if only the user's code can make the model of this run."""
+        if (saved := self._own_workload()) is not None:
+            raise ConfigError(
+                f"{self.path} trained a user's workload, {saved}, whose model its settings do not describe. Make the model in your "
+                f"code, and load its weights: module.load_state_dict(safetensors.torch.load_file({str(self.final)!r}), "
+                f"strict=False); buffers are in {self.final_buffers.name}, if it has any."
+            )
+
+    def _own_workload(self) -> str | None:
+        return self.workload.read_text().strip() if self.workload.exists() else None
+
     def check_workload(self, name: str | None) -> None:
         """Refuse to open a run of a user's workload without that workload, and other runs with one. `name` is the name of the
         workload's class; none stands for the Run's own model and data."""
-        saved = self.workload.read_text().strip() if self.workload.exists() else None
+        saved = self._own_workload()
         if saved is not None and name is None:
             raise ConfigError(
                 f"{self.path} trained a user's workload, {saved}, which its settings do not describe. Give it again: "

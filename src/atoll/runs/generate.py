@@ -21,7 +21,7 @@ from atoll.runs.folder import RunFolder
 def generate(folder: Path, prompt: str, *, tokens: int, temperature: float, top_k: int | None, seed: int) -> str:
     """The prompt and the text that the model generates after it."""
     opened = RunFolder.open(folder)
-    opened.check_workload(None)
+    opened.refuse_own_workload()
     run = opened.run
     if isinstance(run.model, MLP):
         raise ConfigError(

@@ -62,8 +62,8 @@ class Train:
         precision: auto; bf16 for a forward pass in bfloat16 (on CUDA); fp32, whose matrix products are TF32 on CUDA; fp32-strict,
             whose products are not; or all-bf16 for bfloat16 weights, gradients and activations with master weights and moments in
             fp32. auto is bf16 on a CUDA device that has it, else fp32.
-        compile: whether the loss passes through torch.compile, and stacked passes are recorded as CUDA graphs. auto does so on CUDA
-            if the run is long enough to gain from it.
+        compile: whether the loss passes through torch.compile, and stacked passes are recorded as CUDA graphs; auto: on CUDA, if
+            the run is long enough to gain from it.
         together: the simulated islands of one GPU compute `stacked` in one pass, one after the other (`apart`), or in the way that
             is measured to be faster (`auto`). On a CPU `auto` computes each island in a thread of its own.
         fresh_optimizer: reset the inner optimizer at the start of every round.
@@ -129,7 +129,7 @@ class Run:
     """A whole experiment.
 
     Args:
-        recipe: its name.
+        recipe: the name of the recipe that the run began with; its folder has this name by default.
         model: a decoder, a perceptron, or a model of the Hugging Face library.
         data: text for a decoder, points for a perceptron, text or instructions for a Hugging Face model.
         algorithm: the algorithm between islands.

@@ -242,7 +242,13 @@ def _not_comparable(runs: Sequence[ComparedRun]) -> str:
         found = [f"{run.label} has {human_count(run.summary.params)}" for run in runs]
     elif max(requested) > (1 + _SAME_WORK) * min(tokens):
         why = "they trained on different numbers of tokens"
-        found = [f"{run.label} saw {human_count(count)}" for run, count in zip(runs, tokens, strict=True)]
+        # The table has these, without the warm start, where that does not differ.
+        alike = len({run.summary.warm_start_tokens for run in runs}) == 1 and all(
+            _tokens_computed(run.summary) == run.summary.tokens for run in runs
+        )
+        counts = [run.summary.tokens for run in runs] if alike else tokens
+        within = "" if alike else " with the warm start and late updates"
+        found = [f"{run.label} saw {human_count(count)}{within}" for run, count in zip(runs, counts, strict=True)]
     else:
         return ""
     return f"These runs are not comparable, because {why}: {_listed(found)}"

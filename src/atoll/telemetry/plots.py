@@ -62,15 +62,23 @@ def write_plots(folder: str | Path) -> list[Path]:
 
 def run_figure(folder: str | Path, kind: str = "losses") -> Any:
     """The matplotlib Figure that plot_run writes."""
+    figure = _figure_of(Path(folder), kind)
+    for started in read_kind(folder, RunStarted)[:1]:
+        name = f"{started.recipe}, seed {started.seed}: {Path(folder).name}"
+        figure.supxlabel(name, x=0.01, horizontalalignment="left", fontsize=FONT_SIZE, color=GREY)
+    return figure
+
+
+def _figure_of(folder: Path, kind: str) -> Any:
     if kind == "losses":
-        return _losses_figure(Path(folder))
+        return _losses_figure(folder)
     if kind not in _PLOTS:
         raise ConfigError(f"there is no plot {kind!r} of a run. Choose one of: losses, {', '.join(_PLOTS)}.")
     plot = _PLOTS[kind]
     summary = plot.read(folder)
     if not getattr(summary, plot.needed, 0):
         raise AtollError(f"the run in {folder} has no {plot.needed}, so it has no {kind} to draw. Draw it with kind='losses'.")
-    return plot.draw(Path(folder), summary)
+    return plot.draw(folder, summary)
 
 
 def comparison_figure(folders: Sequence[str | Path]) -> Any:
@@ -315,7 +323,7 @@ def _participation_figure(folder: Path, _: ParticipationSummary) -> Any:
         leases.step(times, totals, where="post", label=label, color=colour)
     for panel, name in ((islands, "islands"), (leases, "leases of data")):
         panel.set(xlabel=f"wall time ({unit})", ylabel=name)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(bottom=-0.03 * panel.get_ylim()[1])  # a line at 0 stands above the axis
         format_axis(panel.yaxis, human_count, whole=True)
     add_legend(figure)
     return figure

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -13,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from atoll.core.config.describe_settings import describe
 from atoll.core.config.json_records import find_type, from_json, to_json
 from atoll.core.config.overrides import override
+from atoll.core.config.toml_settings import assignments, to_toml
 from atoll.core.errors import ConfigError
 
 T = TypeVar("T")
@@ -456,6 +458,13 @@ def test_any_text_in_quotes_is_that_text_and_no_text_breaks_the_parser(text: str
             changed(f"{path}={text}")
         except ConfigError:
             continue
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.one_of(st.text(max_size=20), st.text(alphabet="a1 .:/'\"()[],=-_", max_size=8)))
+def test_any_text_in_a_toml_file_is_that_text(text: str):
+    run = replace(Run(), data=Data(corpus=text, names=(text,)))
+    assert changed(*assignments(tomllib.loads(to_toml(describe(run))))) == run
 
 
 def test_a_list_in_a_call_in_a_call_is_read():

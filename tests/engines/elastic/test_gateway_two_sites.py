@@ -207,6 +207,7 @@ def test_a_site_behind_nat_joins_by_dialling_out_is_killed_and_rejoins(tmp_path)
             assert process.wait(PATIENCE_S) == 130, logs[0].read_text()
     units = Counter(tuple(unit[1:]) for event in events(folder, Leased) for unit in event.delivered)
     assert set(units.values()) == {1}, "every unit of data is in exactly one commit"
+    assert not any("torchft::" in path.read_text() for path in (logs[0], *there.folder.glob("*.log")))
     joined = "".join(path.read_text() for path in there.folder.glob("atoll-*.log"))
     digests = [set(re.findall(r"committed (round \d+ of epoch \d+ as \w+)", text)) for text in (logs[1].read_text(), joined)]
     assert digests[1], "the site behind NAT committed"

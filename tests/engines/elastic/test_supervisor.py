@@ -124,7 +124,6 @@ def test_an_island_that_cannot_read_a_checkpoint_has_not_refused_to_start(monkey
 
     monkeypatch.setattr(launch, "fetch_join_info", fail)
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setenv("RUST_LOG", "warn")
     with pytest.raises(SystemExit) as left:
         launch.run_island("127.0.0.1:1", "island-0000", None)
     assert left.value.code == code

@@ -63,7 +63,7 @@ def _inside(value: Any, hint: Any, candidates: Candidates, at: str) -> Iterator[
         parts = [(i, item, hints[i]) for i, item in enumerate(value)]
     for name, item, inner in parts:
         said = about.get(str(name)) or (inspect.getdoc(type(item)) or "" if is_record(item) else "")
-        yield Setting(joined(at, name), item, type_text(inner, candidates), _first_sentence(said))
+        yield Setting(joined(at, name), item, type_text(inner, candidates), first_sentence(said))
         yield from _inside(item, inner, candidates, joined(at, name))
 
 
@@ -81,9 +81,9 @@ def _arguments(kind: type) -> str:
     return inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Args:\n")[2]
 
 
-def _first_sentence(text: str) -> str:
+def first_sentence(text: str) -> str:
     """
-    >>> _first_sentence("auto; bf16 for a forward pass. auto is bf16 where there is one (e.g. on CUDA).")
+    >>> first_sentence("auto; bf16 for a forward pass. auto is bf16 where there is one (e.g. on CUDA).")
     'auto; bf16 for a forward pass'
     """
     return re.split(r"(?<=[.])(?<!e\.g\.)(?<!i\.e\.)\s+|\n\n", text, maxsplit=1)[0].replace("\n", " ").removesuffix(".")

@@ -6,6 +6,7 @@ word for it.
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,8 @@ from atoll.core.config.describe_settings import WORDS, Setting, text_of
 from atoll.core.config.type_checks import is_record, joined, shown_text
 from atoll.core.errors import ConfigError, one_line
 
-_BARE = re.compile(r"|[A-Za-z][\w./:@#*~+-]*", re.ASCII)
+_BARE = re.compile(r"|[\w./~](?:[\w ./:@#*~+()-]*[\w./:@#*~+()-])?", re.ASCII)
+"""Text that `--set` reads as itself where it is no number and no word."""
 _LONGEST_BYTES = 1 << 20
 
 
@@ -64,8 +66,22 @@ def _value(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_value, value))}]"
     text = "none" if value is None else str(value)
-    bare = value is None or (_BARE.fullmatch(text) and text.lower() not in WORDS)
-    return _quoted(text if bare else repr(text))
+    return _quoted(text if value is None or _is_bare(text) else repr(text))
+
+
+def _is_bare(text: str) -> bool:
+    """Whether `--set` reads this text as itself.
+
+    >>> [_is_bare(text) for text in ("127.0.0.1:0", "files:my text", "sqrt(k)/k", "none", "7", "[a]")]
+    [True, True, True, False, False, False]
+    """
+    if not _BARE.fullmatch(text) or text.lower() in WORDS:
+        return False
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return True
+    return False
 
 
 def _quoted(text: str) -> str:

@@ -24,6 +24,7 @@ import torch
 from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import CheckpointError, ConfigError, ExchangeFailed, is_disk_full
 from atoll.core.flat_tree import Tree
+from atoll.core.library_logs import quieten
 from atoll.core.optional_imports import require
 from atoll.core.protocols import AsyncAlgorithm, Workload
 from atoll.core.serialization import load_tree
@@ -70,6 +71,8 @@ def start(request: RunRequest) -> Result:
         refuse_unreplicated(algorithm, algorithm.init(params, SimpleNamespace(rank=0, size=1)))
     spec = request.spec if request.spec is not None or request.out is None else read_spec(request.out)
     if isinstance(spec, Elastic):  # before there is a folder
+        if request.run is not None:  # libraries are of no use to a run that these islands cannot carry out
+            spec.fitted(request.run)
         check_platform()
         # Processes of an interrupted run may still have its port: `supervise` waits for that.
         check_free(spec.listen, any_port=request.run is None)
@@ -90,6 +93,7 @@ def check_platform() -> None:
             f"elastic runs need Linux, and this is {sys.platform}, for which torchft has no build. Use another engine, or a "
             f"container with Linux."
         )
+    quieten()
     for library in ("torchft.coordination", "xxhash"):
         require(library, extra="torchft", purpose="elastic runs")
 
@@ -259,6 +263,10 @@ def join_run(
     spec = with_settings(Elastic(), settings)
     assert isinstance(spec, Elastic)
     file = JoinFile.read(Path(where)) if os.path.isfile(where) else None
+    if file is None and (where.endswith(".json") or "/" in where):
+        raise ConfigError(
+            f"--join {shown_text(where)}: there is no file {shown_text(where)}. `atoll invite DIR` writes join files."
+        )
     if file is None:
         check_address(where)
         if spec.network == "tls" and not all(is_loopback(one.rpartition(":")[0]) for one in where.split(",")):
@@ -316,7 +324,6 @@ def run_island(
     loop."""
     if folder is not None:
         end_with_supervisor()
-    os.environ.setdefault("RUST_LOG", "warn")  # torchft logs every quorum
     screen = JoinerScreen() if folder is None else None
     write_line: Callable[[str], object] = screen.log if screen is not None else log
     try:

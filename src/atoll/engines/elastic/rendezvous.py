@@ -30,7 +30,7 @@ from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.spec import NAME, JoinInfo
 from atoll.engines.elastic.state_version import NO_VERSION
 from atoll.engines.liveness import FailureDetector, Heartbeat
-from atoll.engines.network_interfaces import beyond_loopback, is_loopback
+from atoll.engines.network_interfaces import refuse_loopback_name
 from atoll.engines.rank_store import open_store
 
 HEARTBEAT_S = 0.5
@@ -64,11 +64,7 @@ def check_free(listen: str, *, any_port: bool = False) -> None:
             f"engine.listen={listen}: this machine cannot listen there ({why}). "
             f"{in_use if error.errno == errno.EADDRINUSE else own}."
         ) from error
-    if is_loopback(address) and not is_loopback(host):
-        raise ConfigError(
-            f"engine.listen={listen}: {host} is {address} here, which no other machine reaches. This machine has "
-            f"{beyond_loopback()}: give one of these addresses, or correct the line of {host} in /etc/hosts."
-        )
+    refuse_loopback_name(f"engine.listen={listen}", host, address)
 
 
 class Rendezvous:

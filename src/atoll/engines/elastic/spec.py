@@ -45,9 +45,9 @@ class Elastic(ProcessSpec):
         listen: HOST:PORT of the run's rendezvous, the one port that islands of other machines must reach. Port 0 takes a free one.
         advertise: HOST:PORT that other machines dial if it is not `listen`, such as a router's forwarded port; several with commas
             between them.
-        network: tls: islands of other machines are authenticated and encrypted, and dial `listen` alone. trusted: any machine that
+        network: tls: islands of other machines are authenticated and encrypted, and dial `listen` alone; trusted: any machine that
             reaches the ports is admitted, and islands connect to each other on any port.
-        devices: of each island. They share each of its batches, and its steps equal those of one device.
+        devices: number of devices of each island. They share each of its batches, and its steps equal those of one device.
         join_timeout_s: of a joiner: how long it looks for a run whose name or address appears late; 0: it tries once.
         rescue_dir: a joiner without a copy that ends with the newest state, and reaches no island with the run's folder, saves the
             state in this new folder, with a number behind its name if it exists; none: atoll-rescue-RECIPE-DATE in its working

@@ -12,13 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atoll.core.library_logs import QUIET
 from atoll.core.verified_files import open_to_append
 from atoll.engines.elastic.leader_event_log import WARNING
 from atoll.engines.elastic.quorum import new_process
 from atoll.engines.liveness import PEER_MISSING, last_error
 
-_QUIET = {"RUST_LOG": "warn", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""torchft logs every quorum, and torch every store that is away."""
 REFUSED, STATELESS = 2, 4
 """Exit codes: of a process that refuses its task, and of an island that found no state to start from, or none that it can read."""
 _MAX_EARLY_DEATHS, _EARLY_S = 5, 10.0
@@ -59,7 +58,7 @@ class Child:
         with open_to_append(self.log) as log:
             # Its input is a pipe that the supervisor never writes to: it ends when the supervisor does, however that may be.
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env={**_QUIET, **os.environ}
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env={**QUIET, **os.environ}
             )
         self.processes.append(process)
         self.starts += 1

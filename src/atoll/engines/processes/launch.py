@@ -158,6 +158,7 @@ def run_ranks(command: Sequence[str], variables: Sequence[Mapping[str, str]], fo
 def _variables(rank: int, local: int, here: Sequence[int], processes: int, host: str, port: int) -> dict[str, str]:
     """torchrun's variables, by which a rank finds the others. `here`: the ranks of its machine."""
     numbers = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": len(here), "MASTER_PORT": port}
+    numbers["GROUP_WORLD_SIZE"] = processes // len(here)  # machines
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": host, AGENT_STORE: "True"}
 
 

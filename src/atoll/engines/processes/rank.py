@@ -243,7 +243,8 @@ def join_ranks(timeout_s: float, log: Callable[[str], object] = discard) -> Iter
             f"({first_sentence(str(error))})"
         ) from error
     store = PrefixStore("atoll", found)
-    wait_for_all(store, rank, size, timeout_s, log)
+    # Ranks that were started for other numbers may have the same rank, and then find the store of another use of it.
+    wait_for_all(store, rank, size, timeout_s, log, found.underlying_store)
     with exchange_interface(store, rank, size, spans=spans_machines(), limit_s=timeout_s, log=log):
         dist.init_process_group("gloo", store=PrefixStore("torch", found), rank=rank, world_size=size, timeout=timeout)
         yield store, rank, size

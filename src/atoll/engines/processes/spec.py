@@ -22,9 +22,9 @@ class Processes(ProcessSpec):
         exchange_timeout_s: limit of one exchange; none derives it from the measured rounds.
         start_timeout_s: limit of every wait outside of rounds: for ranks to start, to read their data, to evaluate and to save.
         backend: transport of weights between ranks: gloo, or nccl between GPUs.
-        network: "loopback": all ranks run on one machine, and nothing listens beyond its loopback interface. "trusted": ranks that
-            torchrun started on several machines may connect over the network. torch's transport has no authentication and no
-            encryption: everyone on that network can read and change the run, and torch's launcher executes what it receives.
+        network: loopback: all ranks run on one machine, and nothing listens beyond its loopback interface; trusted: ranks of
+            several machines connect over the network, and everyone on it can read and change the run. torch's transport has no
+            authentication and no encryption, and torch's launcher executes what it receives.
         nodes: number of machines, on each of which you start this command; torchrun's machines do not count.
         node: the number of this machine, from 0 on.
         address: HOST:PORT of the first machine, where the ranks of all machines meet.

@@ -42,12 +42,13 @@ _PUBLISHED = 8
 
 
 def start(request: RunRequest) -> Result | None:
-    bootstrap.check_installed()
-    if request.run is not None and isinstance(request.spec, Ray):
+    fitted = request.spec.fitted(request.run) if request.run is not None and isinstance(request.spec, Ray) else None
+    bootstrap.check_installed()  # libraries are of no use to a run that workers cannot carry out
+    if fitted is not None and isinstance(request.spec, Ray):
         if request.spec.address is not None:
             bootstrap.check_reachable(request.spec.address)
             bootstrap.check_network(request.spec.address, trusted=request.spec.is_trusted)
-        _gpus(request.spec.fitted(request.run), request.spec)
+        _gpus(fitted, request.spec)
     with request.open() as task:
         if isinstance(task.workload, LoopWorkload):  # the driver needs its model and its evaluation
             task = replace(task, workload=workload_of_loop(task.code, task.run.resolved))

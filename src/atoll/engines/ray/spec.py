@@ -20,10 +20,11 @@ class Ray(ProcessSpec):
 
     Args:
         address: HOST:PORT of an existing Ray cluster; none starts one on this machine for this run.
-        network: "loopback": an existing cluster is joined on the loopback interface alone. "trusted": it may be one of several
-            machines. Everyone on that network can read and change the run, and execute commands on the cluster's machines.
+        network: loopback: an existing cluster is joined on the loopback interface alone; trusted: it may be one of several
+            machines, and everyone on that network can read and change the run, and execute commands on the cluster's machines.
         processes: number of workers; none: one per device of the run's cluster.
-        devices: of each worker, on one machine. They share each of its batches, and its steps equal those of one device.
+        devices: number of devices of each worker, on one machine. They share each of its batches, and its steps equal those of one
+            device.
         max_workers: more workers start while the Ray cluster has room, up to this number; none: no more than `processes`.
         step_delay: each worker sleeps this multiple of `cluster.step_time_s` per batch, and the grace window scales with it; none:
             no delay.
