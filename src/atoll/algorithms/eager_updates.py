@@ -8,8 +8,11 @@ of the round before,
 
     guess = delta(t) / k + (mean(t-1) - delta(t-1) / k)
 
-where k is the number of islands in mean(t-1): an island that is missing there has no part in the guess either. So islands begin
-their rounds with different weights. The global weights follow the means, one round behind.
+where k is the number of islands in the newest mean at the time of each delta. So islands begin their rounds with different
+weights. The global weights follow the means, one round behind.
+
+The guesses of an island that sends every delta telescope: its weights are those of all means so far, and a share of its own last
+delta. An island that joins, or that missed a mean, begins again from there: with the global weights and its share.
 
     paper   H             M            Delta_m   Delta        OuterOpt
     here    inner_steps   peers.size   delta     late.value   outer
@@ -35,11 +38,13 @@ class EagerState:
     """The global weights: initial ones plus the outer steps of all means so far. The mean of the last round is not in them yet."""
     outer: Any = shared()
     begin: Tree | None = own()
-    """The weights that this island begins its next round with."""
+    """The weights that this island begins its next round with; None: the global ones."""
     momentum: Any = own()
-    """The outer rule's state after the steps that led to `begin`; None: the shared one."""
+    """The outer rule's state after the steps that led to `begin`."""
     delta: Tree | None = own()
     """This island's delta of its last round, which it sends at the start of the next one; None: it has none to send."""
+    share: float = own(0.0)
+    """The part of `delta` that is in `begin`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,25 +81,25 @@ class Eager:
     async def round(self, state: EagerState, replica: Replica, peers: Peers) -> EagerState:
         work = peers.work(self.inner_steps)
         state = await peers.catch_up(state)
-        begin = state.params if state.begin is None else state.begin
-        momentum = state.outer if state.momentum is None else state.momentum
         # An island without a delta, before its second round, sends one of weight 0: all islands exchange in every round.
-        last = state.params.zeros() if state.delta is None else state.delta
-        flight = peers.background(peers.mean(last.copy(), 0.0 if state.delta is None else 1.0, compare=True))
+        first, last = state.delta is None, state.params.zeros() if state.delta is None else state.delta
+        flight = peers.background(peers.mean(last.copy(), 0.0 if first else 1.0, compare=True))
 
+        begin = state.params if state.begin is None else state.begin
         replica.load(begin)
         await replica.train(self.inner_steps, work)
-        delta = begin - replica.params()
+        delta = (state.params if first else begin) - replica.params()
 
         late = await flight
-        if not late.heard:  # the island trains on with its own weights; the others never get its last two deltas
-            return replace(state, begin=replica.params(), delta=None)
-        # Its own delta replaces its last one. If that is not in the mean, the present one joins as that of one more island.
-        joins = state.delta is None or not late.weight
-        islands = max(1.0, late.weight + joins) if late.weight else peers.size
-        guess = late.value.add(delta - (late.value if joins else last), 1 / islands)
-        begin, momentum = self.outer.update(begin, guess, momentum)
-        if late.weight:
-            params, outer = self.outer.update(state.params, late.value, state.outer)
-            state = replace(state, params=params, outer=outer)
-        return replace(state, begin=begin, momentum=momentum, delta=delta)
+        if not late.heard:  # the island trains on with its own weights; the others never get its last delta
+            return replace(state, begin=replica.params(), momentum=None, delta=None)
+        if not (first or late.weight):  # an island's last delta was not finite, and neither are the weights that it led to
+            return replace(state, begin=None, momentum=None, delta=None)
+        share = 1 / (late.weight + first if late.weight else peers.size)
+        params, outer = self.outer.update(state.params, late.value, state.outer) if late.weight else (state.params, state.outer)
+        if first:
+            begin, momentum = self.outer.update(params, delta * share, outer)
+        else:
+            guess = late.value.add(delta, share).add_(last, -state.share)
+            begin, momentum = self.outer.update(begin, guess, state.momentum)
+        return EagerState(params, outer, begin, momentum, delta, share)
