@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import secrets
 import socket
 import struct
 import subprocess
@@ -16,6 +17,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -23,6 +25,7 @@ import pytest
 import atoll
 from atoll import recipes
 from atoll.core.errors import ConfigError
+from atoll.engines import machine_check
 from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayClient, GatewayNetwork
 from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous
@@ -39,6 +42,8 @@ MOST_BYTES = 64 << 20
 """What a process may grow by while it reads frames that announce up to 2**64 bytes each."""
 HUGE = (0, 1 << 20, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1)
 FACTS = {"machine": "there"}
+WORD = "0123456789ab"
+"""What a machine that asks `atoll doctor` must know."""
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +76,8 @@ def serve():
 
 
 def answer_for_ever(address):
+    # One word, so that malformed frames reach what is read behind it.
+    machine_check.secrets = SimpleNamespace(token_hex=lambda size: WORD, compare_digest=secrets.compare_digest)
     while True:
         with suppress(ConfigError):  # its last connection is not closed yet, or no machine asked
             answer_machine(address, FACTS, lambda text: None)
@@ -128,7 +135,7 @@ def with_damaged(frames, count=250):
 
 
 def doctor_frames():
-    right = {"check": 1, "facts": FACTS, "port": 0, "word": "0123"}
+    right = {"check": machine_check._VERSION, "invited": WORD, "facts": FACTS, "port": 0, "word": "0123"}
     values = [None, True, -1, 10**400, 1e308, float("nan"), "x" * 5000, "\0", [], {}, [[]] * 100, {"a": {"b": 1}}, 1 << 16, 1]
     changed = [{**right, name: value} for name in right for value in values]
     return with_damaged(
@@ -215,7 +222,7 @@ def send(address, frame, ends):
 
 
 def asks_doctor(address, served):
-    assert repeated(lambda: ask_machine(address, {}, None)).facts == FACTS
+    assert repeated(lambda: ask_machine(f"{WORD}@{address}", {}, None)).facts == FACTS
 
 
 def uses_store(address, served):
