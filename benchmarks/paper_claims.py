@@ -166,8 +166,8 @@ class Order:
         choices = choices_of.best_choices(self.plan, found)
         settled = self._settled(found, choices)
         headline, alone, exchanges = (
-            self._cells(groups, seeds, title, {label for group in sure for label in group.rows})
-            for (groups, seeds, title), (sure, _, _) in zip(self.tables(choices), self.tables(settled), strict=True)
+            self._cells(groups, starting, title, {label for group in sure for label in group.rows})
+            for (groups, starting, title), (sure, _, _) in zip(self.tables(choices), self.tables(settled), strict=True)
         )
         if self.limited or self.plan.device == "cuda":
             return [*papers, *headline, *alone, *beyond, *exchanges]
@@ -189,7 +189,7 @@ class Order:
         return [Wanted(label, rows[label][0], CHOICE_SEED, rows[label][1], starts) for label in every]
 
     def tables(self, choices: Mapping[str, rows_of.Choice]) -> list[tuple[list[Group], tuple[int, ...], str]]:
-        """The tables of methods that have chosen, with their seeds."""
+        """The tables of methods that have chosen, with the seeds that start. A table shows every recorded seed."""
         return [
             (rows_of.headline(self.plan, choices), self.seeds, "headline"),
             (rows_of.one_seed(self.plan, choices), self.seeds[:1], "one seed"),
@@ -203,11 +203,11 @@ class Order:
         open_ones = set(choices_of.untried(self.plan, found))
         return {method: choice for method, choice in choices.items() if not {method, rows_of.CHOSEN_BY.get(method)} & open_ones}
 
-    def _cells(self, groups: Sequence[Group], seeds: Sequence[int], title: str, sure: Container[str]) -> list[Wanted[str]]:
+    def _cells(self, groups: Sequence[Group], starting: Container[int], title: str, sure: Container[str]) -> list[Wanted[str]]:
         """Seed by seed, table by table, long cells first within a table."""
         return [
-            Wanted(label, row, seed, title, label in sure and (not self.only or group.name in self.only))
-            for seed in seeds
+            Wanted(label, row, seed, title, seed in starting and label in sure and (not self.only or group.name in self.only))
+            for seed in self.seeds
             for group in groups
             for label, row in sorted(group.rows.items(), key=lambda item: _length(item[1]), reverse=True)
         ]
