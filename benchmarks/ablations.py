@@ -62,19 +62,6 @@ def table(group: Group, outcomes: Mapping[str, Outcome], share: str = "") -> str
     return _section(group, outcomes, markdown_table(headings, rows, left=2))
 
 
-def brief_table(group: Group, outcomes: Mapping[str, Outcome], share: str = "") -> str:
-    """The same for a page that links to the record: without settings, ranges and verdicts."""
-    found = {label: compared(group, label, outcomes) for label in group.rows}
-    others = {other for other, _, _ in found.values() if other != "-"}
-    heading = f"minus {others.pop()}" if len(others) == 1 else "difference"
-    rows = []
-    for label, (other, difference, _) in found.items():
-        shown = difference if heading != "difference" or other == "-" else f"{difference} to {other}"
-        mark = ONE_SEED if len(outcomes[label].summaries) == 1 else ""
-        rows.append([label, figure_text.loss_text(outcomes[label])[0] + mark, shown, *_costs(group, label, outcomes)])
-    return _section(group, outcomes, markdown_table(["row", "val loss", heading, *_cost_headings(group, share)], rows))
-
-
 def _section(group: Group, outcomes: Mapping[str, Outcome], loss_table: str) -> str:
     return f"### {group.title}\n\n{group.note}\n\n{group.table(outcomes) if group.table else loss_table}"
 

@@ -500,6 +500,32 @@ def seeds_parser(doc: str | None, name: str, page: str = "") -> argparse.Argumen
     return parser
 
 
+def study_parser(doc: str | None, name: str, tables: Sequence[str], page: str = "") -> argparse.ArgumentParser:
+    """The options of a study of many tables on a prepared text, which continues cell by cell."""
+    parser = benchmark_parser(doc, name, page=page, quick=True, dry=True)
+    parser.add_argument("--text", type=Path, required=True, help="a folder that `atoll data prepare` wrote")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the headline; other rows have the first")
+    parser.add_argument("--only", action="append", choices=tables, help="start cells of this table alone; repeatable; None: all")
+    parser.add_argument("--minutes", type=float, help="start no cell after this time")
+    parser.add_argument("--processes", type=int, default=1, help="cells that run in parallel")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every row")
+    return parser
+
+
+def limits(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `run_cells` that a study's options give.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    if options.processes < 1:
+        raise ConfigError(f"--processes {options.processes}: it is at least 1. Use 1, or some more to fill a GPU, such as 6.")
+    if options.minutes is not None and options.minutes < 0:
+        raise ConfigError(f"--minutes {options.minutes:g}: it is at least 0. Use 0 to make the tables alone.")
+    until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    return {"quiet": options.quiet, "processes": options.processes, "until_s": until_s}
+
+
 def seeds_text(seeds: Sequence[int]) -> str:
     return f"seeds {', '.join(map(str, seeds))}"
 

@@ -14,7 +14,6 @@ default's cell.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +25,10 @@ import figure_text
 from ablations import DEFAULT, Group, table
 from atoll.core.errors import ConfigError
 from atoll.runs.run_settings import Run
-from cells import Outcome, Row, key_of, run_rows
+from cells import Outcome, Row, key_of, limits, run_rows, study_parser
 from claims import Claim, claims_section
 from curves import CAPTION, save_curves
-from record import Record, benchmark_parser, check_texts, missing_text, open_record
+from record import Record, check_texts, missing_text, open_record
 from seed_statistics import Sample, Scatter, scatter
 from workload import Workload
 
@@ -118,7 +117,7 @@ class Evidence(Generic[P]):
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Runs the command."""
         options = self._parser().parse_args(arguments)
-        _check(options)
+        how = limits(options)
         domains = None if options.domains is None else str(options.domains)
         plan = replace(self.plan(options.quick), text=str(options.text), domains=domains, more=tuple(options.set))
         if options.lr is not None:
@@ -127,8 +126,6 @@ class Evidence(Generic[P]):
             plan = replace(plan, device="cpu")
         chosen = [group for group in self.groups(plan) if not options.only or group.name in options.only]
         record = open_record(options, self.name)
-        until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-        how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s, "can_run": _can_run_here}
         texts = {name: folder for name, folder in (("text", options.text), ("domains", options.domains)) if folder is not None}
         check_texts(record, texts, needed=not options.dry_run)
         if options.dry_run:
@@ -136,7 +133,7 @@ class Evidence(Generic[P]):
             self.run(plan, chosen, record, options.seeds, listed=listed)
             print(missing_text(listed))
             return
-        self.run(plan, chosen, record, options.seeds, warm=record.path / "warm", **how)
+        self.run(plan, chosen, record, options.seeds, warm=record.path / "warm", can_run=_can_run_here, **how)
         outcomes = self.recorded(plan, record, options.seeds)  # all that the record holds, also of groups that were not chosen
         if DEFAULT in outcomes:
             self._report(plan, outcomes, record)
@@ -183,16 +180,10 @@ class Evidence(Generic[P]):
         record.publish(self.title, sections, plot=self.plot(plan, outcomes, record.plot) or "")
 
     def _parser(self) -> argparse.ArgumentParser:
-        parser = benchmark_parser(self.about, self.name, quick=True, dry=True)
         names = [group.name for group in self.groups(replace(self.plan(True), domains="."))]
-        parser.add_argument("--text", type=Path, required=True, help="a folder that `atoll data prepare` wrote")
+        parser = study_parser(self.about, self.name, names)
         parser.add_argument("--domains", type=Path, help="such a folder of several domains, for unequal shards")
-        parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the headline; other rows have the first")
-        parser.add_argument("--only", action="append", choices=names, help="run this table; repeatable; None: all")
-        parser.add_argument("--minutes", type=float, help="start no cell after this time")
-        parser.add_argument("--processes", type=int, default=1, help="cells that run in parallel on the device")
         parser.add_argument("--lr", type=float, help="the inner optimizer's peak rate; None: the plan's")
-        parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every row")
         return parser
 
 
@@ -205,13 +196,6 @@ def common_scatter(outcomes: Mapping[str, Outcome]) -> Scatter | None:
         if loss is not None and loss.std is not None and (run.model, run.data) == (default.model, default.data):
             several[key_of(run)] = loss
     return scatter(list(several.values()))
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.processes < 1:
-        raise ConfigError(f"--processes {options.processes}: it is at least 1. Use 1, or some more to fill a GPU, such as 6.")
-    if options.minutes is not None and options.minutes < 0:
-        raise ConfigError(f"--minutes {options.minutes:g}: it is at least 0. Use 0 to make the tables alone.")
 
 
 def _report_missing_default(default: Run, chosen: Sequence[Run], record: Record) -> None:

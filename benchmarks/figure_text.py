@@ -11,11 +11,13 @@ from seed_statistics import Interval, Sample, difference, verdict
 SAME_TOKENS = 0.001
 """Relative differences of tokens up to this are not reported."""
 
+BY_CHANCE = "One of twenty verdicts is wrong by chance."
+
 RULE = (
     "Losses are means over seeds ± the sample standard deviation, with their range. Runs of one seed on one machine start from the "
     "same weights and read the same text, unless a row says otherwise, so differences are taken seed by seed, with the 95 % "
     'interval of their mean (Student\'s t). If the interval contains 0, the verdict is "none": these seeds show no difference. '
-    "One of twenty verdicts is wrong by chance."
+    f"{BY_CHANCE}"
 )
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,11 +29,11 @@ import paper_claims_rows as rows_of
 from ablations import Group
 from atoll.core.errors import ConfigError
 from atoll.telemetry.units import human_bytes
-from cells import Outcome, Row, Wanted, run_cells
+from cells import Outcome, Row, Wanted, limits, run_cells, study_parser
 from paper_claims_pages import short_table, write_coverage
 from paper_claims_report import brief_table, differences_table, report, save_plots
 from paper_claims_verdicts import Study
-from record import Record, benchmark_parser, check_texts, open_record, replace_between, script, text_identity
+from record import Record, check_texts, open_record, replace_between, script, text_identity
 
 CHOICE_SEED = 100
 """Seeds of the tables are smaller."""
@@ -43,6 +42,8 @@ _VOCABULARY = 257  # of bytes: cells of one workload are compared with each othe
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
+    how = limits(options)
+    listed: list[str] | None = [] if options.dry_run else None
     plan = rows_of.QUICK if options.quick else rows_of.PLANS[options.workload]
     plan = replace(plan, text=str(options.text), more=tuple(options.set))
     record = open_record(options, f"paper_claims_{options.workload}")
@@ -52,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = not options.dry_run and options.minutes != 0
     if runs and plan.device == "cuda":
         check_starts(record)
-    listed: list[str] | None = [] if options.dry_run else None
     order = Order(
         plan=plan,
         seeds=tuple(options.seeds),
@@ -60,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         limited=options.minutes is not None or options.dry_run,
         waits=not options.dry_run,
     )
-    until_s = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    how = {"quiet": options.quiet, "processes": options.processes, "until_s": until_s, "warm": record.path / "warm"}
-    found = run_cells(order.wanted, record, "the papers' claims", curves=True, listed=listed, **how)
+    found = run_cells(order.wanted, record, "the papers' claims", curves=True, warm=record.path / "warm", listed=listed, **how)
     tried = {each.label: found[each.label] for each in order.choosing(found, rows_of.METHODS)}
     choices = choices_of.best_choices(plan, found)
     if listed is not None:
@@ -166,8 +164,8 @@ class Order:
         choices = choices_of.best_choices(self.plan, found)
         settled = self._settled(found, choices)
         headline, alone, exchanges = (
-            self._cells(groups, seeds, title, {label for group in sure for label in group.rows})
-            for (groups, seeds, title), (sure, _, _) in zip(self.tables(choices), self.tables(settled), strict=True)
+            self._cells(groups, starting, title, {label for group in sure for label in group.rows})
+            for (groups, starting, title), (sure, _, _) in zip(self.tables(choices), self.tables(settled), strict=True)
         )
         if self.limited or self.plan.device == "cuda":
             return [*papers, *headline, *alone, *beyond, *exchanges]
@@ -189,7 +187,7 @@ class Order:
         return [Wanted(label, rows[label][0], CHOICE_SEED, rows[label][1], starts) for label in every]
 
     def tables(self, choices: Mapping[str, rows_of.Choice]) -> list[tuple[list[Group], tuple[int, ...], str]]:
-        """The tables of methods that have chosen, with their seeds."""
+        """The tables of methods that have chosen, with the seeds that start. A table shows every recorded seed."""
         return [
             (rows_of.headline(self.plan, choices), self.seeds, "headline"),
             (rows_of.one_seed(self.plan, choices), self.seeds[:1], "one seed"),
@@ -203,11 +201,11 @@ class Order:
         open_ones = set(choices_of.untried(self.plan, found))
         return {method: choice for method, choice in choices.items() if not {method, rows_of.CHOSEN_BY.get(method)} & open_ones}
 
-    def _cells(self, groups: Sequence[Group], seeds: Sequence[int], title: str, sure: Container[str]) -> list[Wanted[str]]:
+    def _cells(self, groups: Sequence[Group], starting: Container[int], title: str, sure: Container[str]) -> list[Wanted[str]]:
         """Seed by seed, table by table, long cells first within a table."""
         return [
-            Wanted(label, row, seed, title, label in sure and (not self.only or group.name in self.only))
-            for seed in seeds
+            Wanted(label, row, seed, title, seed in starting and label in sure and (not self.only or group.name in self.only))
+            for seed in self.seeds
             for group in groups
             for label, row in sorted(group.rows.items(), key=lambda item: _length(item[1]), reverse=True)
         ]
@@ -221,17 +219,11 @@ def _length(row: Row) -> tuple[int, int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser(__doc__, "paper_claims", page="docs/evidence.md", quick=True, dry=True)
-    parser.add_argument("--text", type=Path, required=True, help="a folder that `atoll data prepare` wrote")
+    parser = study_parser(__doc__, "paper_claims", rows_of.TABLES, page="docs/evidence.md")
     parser.add_argument("--workload", choices=rows_of.PLANS, default="small", help="small on a CPU, the others on a GPU")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the headline; other rows have the first")
-    parser.add_argument("--only", action="append", choices=rows_of.TABLES, help="start cells of this table alone; repeatable")
     parser.add_argument("--choices", type=Path, help="a record of the same text; a new record takes over what its methods chose")
-    parser.add_argument("--minutes", type=float, help="start no cell after this time")
-    parser.add_argument("--processes", type=int, default=1, help="cells that run in parallel")
     parser.add_argument("--readme", type=Path, help="write the headline between the markers evidence_brief of this page")
     parser.add_argument("--coverage", type=Path, help="write the verdicts of this study into this page, such as docs/coverage.md")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="change a setting of every row")
     return parser
 
 

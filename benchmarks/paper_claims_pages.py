@@ -7,21 +7,18 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-import paper_claims_rows as rows_of
-from ablations import ONE_SEED, Group
+from ablations import Group
 from atoll.core.verified_files import write_text
 from claims import UNEQUAL_START, mean_difference
-from paper_claims_rows import Plan
 from paper_claims_verdicts import (
     CLOSE,
     Study,
     Tested,
     compared_text,
-    exchange_share,
+    fewer_text,
     further_claims,
     headline_claims,
     start_differs,
-    time_share,
     verdicts_of,
 )
 from record import markdown_table
@@ -55,35 +52,14 @@ def verdict_words(verdict: str) -> str:
 
 
 def short_table(study: Study) -> str:
-    """The headline claims, a line per paper."""
+    """The headline claims, a line each."""
     run = [each for each in headline_claims(study) if set(each.terms) <= study.outcomes.keys()]
-    papers = {"DiLoCo": _rounds(study.plan), "Asynchronous": _workers(study), "ACCO": _link(study)}
-    lines = [
-        [name, " ".join(f"{claim_words(study, each)}." for each in run if each.text.startswith(name)), regime]
-        for name, regime in papers.items()
-    ]
-    return markdown_table(["paper", "headline claims here", "regime"], lines, left=3)
-
-
-def _rounds(plan: Plan) -> str:
-    short, long = plan.lengths[0], plan.lengths[-1]
-    return f"{plan.steps // short} rounds of {short} steps, or {plan.steps // long} of {long}; the paper has 128 of 500"
-
-
-def _workers(study: Study) -> str:
-    share = time_share(study, rows_of.DELAYED, rows_of.SYNC)
-    text = f"{study.plan.islands} workers of 0.58 to 3.33 s a step"
-    return text if share is None else f"{text}; {share:.3f} of synchronous training's time"
-
-
-def _link(study: Study) -> str:
-    exchange, share = exchange_share(study), time_share(study, rows_of.ACCO, rows_of.OVERLAPPED)
-    if exchange is None or share is None:
-        return "-"
-    return (
-        f"an exchange takes {exchange:.3f} of a batch's time; {share:.3f} of the time of a DDP in eight buckets. "
-        f"[Over slower links it loses](#what-explains-the-figures)"
-    )
+    lines = []
+    for each in run:
+        strict, near = (verdict_words(found) for found in verdicts_of(study, each))
+        shown = [strict, f"at most {CLOSE:g} above: {near}" if near and "verdict" not in near else ""]
+        lines.append([each.text, each.paper, compared_text(study, *each.terms), "; ".join(filter(None, shown)), each.regime])
+    return markdown_table(["claim", "the paper", "here", "verdict", "regime"], lines, left=5)
 
 
 # -------------------------------------------------------------------------------------------------------------------- coverage
@@ -120,8 +96,11 @@ def one_seed_words(study: Study, group: Group) -> str:
         return NOT_RUN
     parts = []
     for other, found in groupby(sorted(compared, key=lambda pair: pair[0]), key=lambda pair: pair[0]):
-        rows = [f"`{label}` {_difference(study, label, other)}" for _, label in found]
-        parts.append(f"to `{other}`{ONE_SEED.strip()}: {', '.join(rows)}")
+        rows = [
+            f"`{label}`{fewer_text(study.outcomes[label], len(study.seeds))} {_difference(study, label, other)}"
+            for _, label in found
+        ]
+        parts.append(f"to `{other}`: {', '.join(rows)}")
     left = len(group.rows) - len(there)
     return f"{'. '.join(parts)}. No verdict" + (f". {left} rows not run: device time" if left else "")
 

@@ -10,7 +10,7 @@ from statistics import fmean
 import figure_text
 import paper_claims_choices as choices_of
 import paper_claims_rows as rows_of
-from ablations import ONE_SEED, Group
+from ablations import Group
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_bytes, human_count, human_time, human_times
 from cells import Outcome
@@ -19,7 +19,9 @@ from curves import costs_figure, deltas_figure
 from paper_claims_rows import ACCO, DELAYED, DPU, FREE, ONE, OVERLAPPED, SYNC, WP, Choice, Plan, diloco, times_batch
 from paper_claims_verdicts import (
     CLOSE,
+    EDGE_RULE,
     NO_TIME,
+    NOTATION,
     Outcomes,
     Study,
     claims_table,
@@ -27,6 +29,7 @@ from paper_claims_verdicts import (
     deltas_lines,
     deltas_table,
     exchange_share,
+    fewer_text,
     further_claims,
     gate_lines,
     headline_claims,
@@ -54,16 +57,17 @@ def choices_table(study: Study) -> str:
         outer = [_rule(choice.outer), ", ".join(outers)] if len(rules) > 1 else ["-", "-"]
         rows.append([method, f"{choice.rate:g}{edge}", ", ".join(shown), *outer])
     headings = ["method", "inner rate", "rate: loss", "outer rule", f"rule: loss, at a rate of {plan.rate:g}"]
-    note = (
-        "An outer rule is its learning rate and its momentum. * marks a rate at the edge of those that were tried: a "
-        "rate beyond it may be better, so the method's best is not known. Three outer rules are no grid, so none is marked. The "
-        "rule of the choice: the lowest loss of one seed, without a margin, also if a further rate is lower by less than the noise "
-        "of a repetition. A further rate, of half of the first or twice the last, is tried where the first or the last was best; "
-        "it counts once it was run."
-    )
     edges = [f"`{method}`" for method in rows_of.METHODS if method in study.edge]
-    note += f" At an edge: {', '.join(edges) or 'none'}."
-    return f"{markdown_table(headings, rows)}\n\n{note}"
+    notes = [
+        "An outer rule is its learning rate/its momentum. Three outer rules are no grid, so none is marked.",
+        "* marks a rate at the edge of those that were tried: a rate beyond it may be better, so the method's best is not known. "
+        f"At an edge: {', '.join(edges) or 'none'}.",
+        "The rule of the choice: the lowest loss of one seed, without a margin, also if a further rate is lower by less than the "
+        "noise of a repetition.",
+        "A further rate, of half of the first or twice the last, is tried where the first or the last was best; it counts once it "
+        "was run.",
+    ]
+    return f"{markdown_table(headings, rows)}\n\n{bullets(notes)}"
 
 
 def _rule(outer: tuple[float, float]) -> str:
@@ -89,27 +93,23 @@ def table(study: Study, group: Group, seeds: int) -> str:
         compared = compared_text(study, label, other)
         same = other is None or compared == "-"
         share = "-" if same else figure_text.time_ratio_text(outcome, outcomes[str(other)])
-        named = label + _fewer(outcome, seeds)
-        rows.append([named, _loss(outcome), "-" if same else str(other), compared, *_costs(study, outcome), share])
+        named = label + fewer_text(outcome, seeds)
+        rows.append(
+            [named, figure_text.loss_text(outcome)[0], "-" if same else str(other), compared, *_costs(study, outcome), share]
+        )
     costs = ["sent per island", "text read", "virtual time", "time, as a share"]
     return markdown_table(["row", "validation loss", "compared with", "difference", *costs], rows, left=1)
-
-
-def _fewer(outcome: Outcome, seeds: int) -> str:
-    found = len(outcome.summaries) + len(outcome.errors)
-    return ONE_SEED if found == 1 else "" if found == seeds else f" ({found} seeds)"
-
-
-def _loss(outcome: Outcome) -> str:
-    loss = outcome.loss
-    if loss is None:
-        return figure_text.loss_text(outcome)[0]
-    return f"{loss.mean:.3f}" + (f" ± {loss.std:.3f}" if loss.std is not None else "")
 
 
 def _costs(study: Study, outcome: Outcome) -> list[str]:
     read = "-" if outcome.tokens is None else f"{human_times(outcome.tokens / study.text['train']['tokens'])} times"
     return [figure_text.bytes_text(outcome), read, figure_text.time_text(outcome)]
+
+
+REACH_RULE = (
+    "A row reaches a loss if every seed of it does. The first crossing counts, on a line between two evaluations, and "
+    'the time is the mean over seeds. "never": a seed ended without it, also where the mean of the seeds is below it.'
+)
 
 
 def reach_time_s(outcome: Outcome, loss: float) -> float | None:
@@ -141,13 +141,13 @@ def reach_table(outcomes: Outcomes, rows: Sequence[str], target: str, seeds: int
     whole_s = times[target]
     lines = [
         [
-            label + _fewer(outcomes[label], seeds),
+            label + fewer_text(outcomes[label], seeds),
             "never" if time_s is None else human_time(time_s),
             "-" if time_s is None or whole_s is None else f"{time_s / whole_s:.3f}",
         ]
         for label, time_s in times.items()
     ]
-    return f"Virtual time until the loss is {loss:.3f}, {CLOSE:g} above the end of {target}:\n\n" + markdown_table(
+    return f"Virtual time until the loss is {loss:.4f}, {CLOSE:g} above the end of {target}:\n\n" + markdown_table(
         ["row", "virtual time", f"over {target}"], lines
     )
 
@@ -224,8 +224,8 @@ def report(study: Study) -> list[str]:
     if lines := deltas_lines(study):
         sections.append(f"## How alike the islands' deltas are\n\n{deltas_table(study)}\n\n{bullets(lines)}")
     if reached := reach_tables(study.plan, study.outcomes, len(study.seeds)):
-        sections.append("\n\n".join(["## Time to a loss", *reached]))
-    sections.append("The tables below have one seed (†).")
+        sections.append("\n\n".join(["## Time to a loss", REACH_RULE, *reached]))
+    sections.append("The tables below have one seed (†), unless a row names more.")
     run = [group for group in alone if any(label in study.outcomes for label in group.rows)]
     sections += ["\n\n".join(filter(None, [f"## {group.title}", group.note, table(study, group, 1)])) for group in run]
     if left := [f"{group.title}: {', '.join(f'`{label}`' for label in group.rows)}" for group in alone if group not in run]:
@@ -262,7 +262,7 @@ def brief_table(study: Study) -> str:
             verdicts[0] = "-" if label == ACCO else verdicts[0]
         sent = outcome.mean("sent_bytes_per_island")
         costs = ["-" if sent is None else human_bytes(sent), figure_text.time_text(outcome)]
-        rows.append([description, regime, _loss(outcome), compared, *verdicts, *costs])
+        rows.append([description, regime, figure_text.loss_text(outcome)[0], compared, *verdicts, *costs])
     headings = ["method", "regime", "validation loss", "difference", "below it", f"at most {CLOSE:g} above", "sent per island"]
     return f"{markdown_table([*headings, 'virtual time'], rows, left=2)}\n\n{_brief_note(study)}"
 
@@ -293,9 +293,8 @@ def _brief_note(study: Study) -> str:
     margin = f" {CLOSE:g} is {shown} over one worker." if shown else ""
     return (
         f"{figure_text.decoder_text(one)}, batches of {plan.batch_size * plan.seq_len:,} tokens per island, {len(study.seeds)} "
-        f"seeds, each method at its best of three inner rates; DiLoCo's outer rule is {rule}, the best of three. The papers claim "
-        f'"below". (edge): the row that the verdict is against has its best rate at the edge of those that were tried; (both '
-        f"edges): both rows have.{margin}"
+        f"seeds, each method at its best of three inner rates; DiLoCo's outer rule is {rule} (learning rate/momentum), the best of "
+        f'three. {NOTATION} The papers claim "below".{margin} {EDGE_RULE}'
     )
 
 

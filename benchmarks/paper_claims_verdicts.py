@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import figure_text
 import paper_claims_choices as choices_of
 import paper_claims_rows as rows_of
-from ablations import Group
+from ablations import ONE_SEED, Group
 from atoll.runs.cluster import all_reduce_cost, step_times
 from cells import Outcome
 from claims import (
@@ -46,8 +46,8 @@ from paper_claims_rows import (
     times_batch,
     times_updates,
 )
-from record import markdown_table
-from seed_statistics import Sample, difference
+from record import bullets, markdown_table
+from seed_statistics import Interval, Sample, difference, scatter, t_quantile
 
 CLOSE = 0.02
 """Nats. The second column of verdicts: whether the first row ends at most this much above the second."""
@@ -55,6 +55,14 @@ LEAST_SEEDS = 3
 """Fewer give neither a verdict nor an interval: with two, both rest on one difference."""
 FAVOURED, BOTH_EDGES = " (edge)", " (both edges)"
 """Mark a verdict that an edge of the grid of rates favours, and one on two rows that both have their rate at an edge."""
+NOTATION = (
+    "± is the sample standard deviation over seeds. [a, b] is the 95 % interval of a difference, taken seed by seed (Student's t)."
+)
+EDGE_RULE = (
+    "(edge): of the two rows only the one whose lower loss could change the verdict has its best rate at an end of the rates that "
+    "were tried, so a rate beyond them may change it. (both edges): both rows have, so rates beyond may change the verdict or "
+    "confirm it."
+)
 NO_TIME = "not run: device time"
 """What stands in the place of a row's loss: the time on the device ended before its cell."""
 
@@ -301,6 +309,12 @@ def _edge_mark(study: Study, claim: Claim, judged: str) -> str:
     return BOTH_EDGES if rows_of.method_of(favoured) in study.edge else FAVOURED
 
 
+def fewer_text(outcome: Outcome, seeds: int) -> str:
+    """Marks a row with fewer seeds than the study's; empty if it has all."""
+    found = len(outcome.summaries) + len(outcome.errors)
+    return ONE_SEED if found == 1 else "" if found == seeds else f" ({found} seeds)"
+
+
 def difference_text(one: Sample, two: Sample) -> str:
     """With an interval, if there are enough seeds.
 
@@ -336,11 +350,15 @@ def kept_text(study: Study, label: str, gate: tuple[str, str] | None) -> str:
 
 def verdicts_of(study: Study, each: Tested) -> tuple[str, str]:
     """In the paper's direction, and within the margin; a dash where there is none."""
-    near = each.near and Claim(text="", terms=((1.0, each.terms[0]), (-1.0, each.terms[1])), below=each.near)
     if each.claim is not None and not study.open(each.claim.gate):
         return f"**{NOT_HERE}**", f"**{NOT_HERE}**"
-    strict, margin = (verdict(study, claim) if claim else "-" for claim in (each.claim, near))
+    strict, margin = (verdict(study, claim) if claim else "-" for claim in (each.claim, _margin(each)))
     return strict, margin
+
+
+def _margin(each: Tested) -> Claim | None:
+    """The weaker claim, if there is one."""
+    return Claim(text="", terms=((1.0, each.terms[0]), (-1.0, each.terms[1])), below=each.near) if each.near else None
 
 
 def claims_table(study: Study, tested: Sequence[Tested]) -> str:
@@ -359,13 +377,45 @@ def claims_table(study: Study, tested: Sequence[Tested]) -> str:
 
 
 def rules_text(study: Study) -> str:
-    """How to read the verdicts."""
+    """How to read the verdicts, as a list."""
+    lines = [
+        NOTATION,
+        f"{INTERVAL_RULE} Fewer than {LEAST_SEEDS} seeds give neither a verdict nor an interval. {figure_text.BY_CHANCE}",
+        'The papers\' claims are strict: "below" is a difference below 0. '
+        f"The next column judges a weaker claim, that the row ends at most {CLOSE:g} above.",
+        "The share of the gain is that of the larger batch over one worker.",
+        EDGE_RULE,
+        pooled_text(study),
+        _unequal_text(study),
+    ]
+    return bullets(filter(None, lines))
+
+
+def pooled_text(study: Study) -> str:
+    """The verdicts that differ with the scatter of all rows that have enough seeds, in place of that of two; empty without it."""
+    losses = {label: loss for label, outcome in study.outcomes.items() if (loss := outcome.loss) is not None}
+    pooled = scatter(several := [loss for loss in losses.values() if len(loss.values) == LEAST_SEEDS])
+    if pooled is None:
+        return ""
+    half = t_quantile(pooled.degrees) * pooled.std * math.sqrt(2 / LEAST_SEEDS)
+    changed, judged = list[str](), 0
+    for each in (*headline_claims(study), *further_claims(study)):
+        for claim in filter(None, (each.claim, _margin(each))):
+            if not set(each.terms) <= losses.keys() or not study.open(each.claim and each.claim.gate):
+                continue
+            one, other = (losses[label] for label in each.terms)
+            found = difference(one, other)
+            if found is None or min(len(one.values), len(other.values)) < LEAST_SEEDS or start_differs(study.outcomes, *each.terms):
+                continue
+            judged += 1
+            if claim.judge(found) != claim.judge(Interval(found.value, found.value - half, found.value + half)):
+                changed.append(f"{each.text}{'' if claim is each.claim else f' (at most {CLOSE:g} above)'}")
+    differing = f"{len(changed)} differ with it: {'; '.join(changed)}." if changed else "none differs with it."
     return (
-        f"{INTERVAL_RULE} Fewer than {LEAST_SEEDS} seeds give neither a verdict nor an interval. The papers' claims are strict: "
-        f'"below" is a difference below 0. The next column judges a weaker claim, that the row ends at most {CLOSE:g} above. The '
-        f"share of the gain is that of the larger batch over one worker. (edge) marks a verdict that an edge of the grid "
-        f"favours: the row that it is against has its best rate at the edge of those that were tried, and the other row has not. "
-        f"(both edges): both rows have, so rates beyond could change the verdict in both directions.{_unequal_text(study)}"
+        f"Three seeds can agree by chance, and an interval be narrower than the noise of a repetition. The {len(several)} rows "
+        f"with {LEAST_SEEDS} seeds have a residual standard deviation of {pooled.std:.5f} after row and seed effects "
+        f"({pooled.degrees} degrees of freedom), which gives a difference of two rows a half-width of {half:.4f}. Of {judged} "
+        f"verdicts {differing}"
     )
 
 
@@ -374,7 +424,7 @@ def _unequal_text(study: Study) -> str:
     if not any(start_differs(study.outcomes, one, other) for one, other in combinations(study.outcomes, 2)):
         return ""
     return (
-        f" {UNEQUAL_START.capitalize()}: the warm starts of two rows have the same settings but other weights in at least one "
+        f"{UNEQUAL_START.capitalize()}: the warm starts of two rows have the same settings but other weights in at least one "
         f"seed, since they ran on two machines, or a command continued the record without its folder `warm`. Such rows are not "
         f"judged."
     )
@@ -450,10 +500,32 @@ def deltas_table(study: Study) -> str:
         for length in study.plan.lengths:
             outcome = study.outcomes.get(diloco(islands, length))
             if outcome is not None and outcome.deltas:
-                cosines = over_seeds(outcome, lambda norm, mean, cosine: cosine)
-                ratios = over_seeds(outcome, lambda norm, mean, cosine: mean / norm)
-                rows.append([diloco(islands, length), f"{cosines.mean:.2f}", f"{ratios.mean:.2f}", f"{islands**-0.5:.2f}"])
-    return markdown_table(["row", "mean cosine", "norm of the mean over mean norm", "1/sqrt(k)"], rows)
+                cosines, ratios = over_seeds(outcome, _cosine), over_seeds(outcome, lambda norm, mean, cosine: mean / norm)
+                fifths = ", ".join(f"{over_seeds(_fifth(outcome, at), _cosine).mean:.2f}" for at in (0.0, 0.5, 1.0))
+                shown = [f"{cosines.mean:.2f}", fifths, f"{ratios.mean:.2f}", f"{islands**-0.5:.2f}"]
+                rows.append([diloco(islands, length), *shown])
+    headings = [
+        "row",
+        "mean cosine",
+        "in the first, middle and last fifth of the rounds",
+        "norm of the mean over mean norm",
+        "1/sqrt(k)",
+    ]
+    return markdown_table(headings, rows)
+
+
+def _cosine(norm: float, mean: float, cosine: float) -> float:
+    return cosine
+
+
+def _fifth(outcome: Outcome, at: float) -> Outcome:
+    """A fifth of a row's rounds, at least one: the first at 0, the last at 1."""
+    deltas = []
+    for rounds in outcome.deltas:
+        count = max(1, len(rounds) // 5)
+        start = int(at * (len(rounds) - count))
+        deltas.append(rounds[start : start + count])
+    return replace(outcome, deltas=tuple(deltas))
 
 
 def over_seeds(outcome: Outcome, figure: Callable[[float, float, float], float]) -> Sample:
@@ -467,18 +539,20 @@ def over_seeds(outcome: Outcome, figure: Callable[[float, float, float], float])
 
 def deltas_lines(study: Study) -> list[str]:
     """Whether longer rounds make the deltas more alike, and more islands less."""
-    k, many, short = study.plan.islands, study.plan.many, study.plan.lengths[0]
-    pairs = [(diloco(islands, long), diloco(islands, short)) for islands in (k, many) for long in study.plan.lengths[1:]]
-    lines = []
-    for one, other in pairs:
-        if {one, other} <= study.outcomes.keys() and study.outcomes[one].deltas and study.outcomes[other].deltas:
-            samples = [over_seeds(study.outcomes[label], lambda norm, mean, cosine: cosine) for label in (one, other)]
-            found = difference(*samples)
-            seeds = min(len(sample.values) for sample in samples)
-            none = few_seeds(seeds, LEAST_SEEDS)
-            claim = higher("", one, other)
-            judged = none if none is not None or found is None else claim.judge(found)
-            judged = f"not judged: {UNEQUAL_START}" if start_differs(study.outcomes, one, other) else judged
-            value = figure_text.interval_text(found) if none is None and found is not None else f"{mean_difference(*samples):+.4f}"
-            lines.append(f"**{judged}**: the deltas of {one} are more alike than those of {other}: cosine {value}.")
-    return lines
+    k, many, short, lengths = study.plan.islands, study.plan.many, study.plan.lengths[0], study.plan.lengths
+    longer = [("more", higher("", diloco(at, long), diloco(at, short))) for at in (k, many) for long in lengths[1:]]
+    fewer = [("less", lower("", diloco(many, length), diloco(k, length))) for length in lengths]
+    return [line for word, claim in (*longer, *fewer) if (line := _deltas_line(study, word, claim)) is not None]
+
+
+def _deltas_line(study: Study, word: str, claim: Claim) -> str | None:
+    """The verdict on the cosines of two rows; None if one has no deltas."""
+    (_, one), (_, other) = claim.terms
+    if not {one, other} <= study.outcomes.keys() or not (study.outcomes[one].deltas and study.outcomes[other].deltas):
+        return None
+    samples = [over_seeds(study.outcomes[label], _cosine) for label in (one, other)]
+    found = difference(*samples)
+    none = few_seeds(min(len(sample.values) for sample in samples), LEAST_SEEDS)
+    judged = none if none is not None or found is None else claim.judge(found)
+    judged = f"not judged: {UNEQUAL_START}" if start_differs(study.outcomes, one, other) else judged
+    return f"**{judged}**: the deltas of {one} are {word} alike than those of {other}: cosine {difference_text(*samples)}."

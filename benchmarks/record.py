@@ -98,17 +98,21 @@ class Record:
 
     def write(self, title: str, sections: Sequence[str]) -> Path:
         """Writes README.md: title, sections, and how to reproduce them."""
-        commands = "\n".join(self.measured_with)
-        reproduce = (
-            f"## How to reproduce\n\n```\n{commands}\n```\n\n"
-            "With `--record` and this folder the command measures only missing cells, and writes the tables again. Without "
-            "`--record` it writes a new record in a folder with today's date. Cells are in `cells.jsonl`, versions and machine in "
-            "`source.txt`."
-        )
         self.path.mkdir(parents=True, exist_ok=True)
         readme = self.path / "README.md"
-        write_text(readme, "\n\n".join([f"# {title}", *sections, reproduce]) + "\n")
+        write_text(readme, "\n\n".join([f"# {title}", *sections, self.reproduced]) + "\n")
         return readme
+
+    @property
+    def reproduced(self) -> str:
+        """The last section of README.md. It depends on `source.txt` alone, so that writing the tables again does not change it."""
+        commands = "\n".join(self.measured_with)
+        return (
+            f"## How to reproduce\n\n```\n{commands}\n```\n\n"
+            "These commands measured the cells, at the commits in `source.txt`; a later commit may name an option otherwise. With "
+            "`--record` and this folder a command measures only missing cells, and writes the tables again. Without `--record` it "
+            "writes a new record in a folder with today's date. Cells are in `cells.jsonl`, versions and machine in `source.txt`."
+        )
 
     def publish(
         self,

@@ -106,7 +106,7 @@ def scatter(samples: Sequence[Sample]) -> Scatter | None:
     >>> round(found.std, 3), found.degrees
     (0.071, 2)
     """
-    seeds = min((len(sample.values) for sample in samples), default=0)
+    seeds = min((len(sample.values) for sample in samples), default=1)
     degrees = (len(samples) - 1) * (seeds - 1)
     if degrees < 1:
         return None

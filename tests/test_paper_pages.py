@@ -320,22 +320,30 @@ def medium_claims():
 def test_the_reasons_for_the_regime_are_figures_of_plans_recipes_and_records():
     table = text_of("evidence").partition("## Why this regime")[2].partition("\n- ")[0]
     rows = [line.strip("| ").split(" | ")[1:] for line in table.splitlines() if line.startswith("| ")]
-    small, large = GPT(layers=3, width=128, heads=4, head_size=32), GPT(layers=6, width=256, heads=4, head_size=64)
-    paper, vocabularies = recipes.recipe("diloco-150m"), (BYTES_VOCABULARY, 8192)
+    models = (
+        GPT(layers=3, width=128, heads=4, head_size=32),
+        GPT(layers=2, width=32, heads=2, head_size=16),
+        GPT(layers=6, width=256, heads=4, head_size=64),
+    )
+    paper, vocabularies = recipes.recipe("diloco-150m"), (BYTES_VOCABULARY, BYTES_VOCABULARY, 8192)
     read = (paper.train.steps + paper.train.warm_start_steps) * batch_tokens(paper)
-    weights = [model.num_params(size) for model, size in zip((small, large), vocabularies, strict=True)]
-    shares = [4000 * 8192 / weights[0], 4000 * 32_768 / weights[1], read / paper.model.num_params(32_000)]
-    assert rows[1] == [f"{share:.0f}" for share in shares]
-    cells = [json.loads(line) for line in (newest("paper_claims_medium") / "cells.jsonl").read_text().splitlines()]
-    took = [
-        cell["summary"]["wall_time_s"]
-        for cell in cells
-        if cell["recipe"] == "demo-diloco" and any("Cluster(islands=4," in each for each in cell["settings"])
-    ]
+    weights = [model.num_params(size) for model, size in zip(models, vocabularies, strict=True)]
+    shares = [4000 * batch / size for batch, size in zip((8192, 2048, 32_768), weights, strict=True)]
+    assert rows[1] == [f"{share:.0f}" for share in (*shares, read / paper.model.num_params(32_000))]
     speed = float(re.search(r"\| DiLoCo \| ([\d.]+) M \|", text_of("evidence"))[1]) * 1e6
-    assert rows[4][0].startswith(f"{min(took):.0f} to {max(took):.0f} s")
-    assert rows[4][1] == f"{3000 * 4 * 32768 / speed:.0f} s alone, at {speed / 1e6:.2f} M tokens/s"
-    assert f"{len(cells)} of them began" in text_of("evidence")
+    assert rows[4][2] == f"{3000 * 4 * 32768 / speed:.0f} s alone, at {speed / 1e6:.2f} M tokens/s"
+    for column, study in enumerate(("paper_claims_medium", "paper_claims")):
+        cells = [json.loads(line) for line in (newest(study) / "cells.jsonl").read_text().splitlines()]
+        took = [
+            cell["summary"]["wall_time_s"]
+            for cell in cells
+            if cell["recipe"] == "demo-diloco" and any("Cluster(islands=4," in each for each in cell["settings"])
+        ]
+        assert rows[4][column].startswith(f"{min(took):.0f} to {max(took):.0f} s")
+        gains = re.findall(r"^- \dx batch gains ([\d.]+) nats", (newest(study) / "README.md").read_text(), flags=re.MULTILINE)
+        assert rows[3][column].startswith(" and ".join(gains))
+        if column == 0:
+            assert f"{len(cells)} of them began" in text_of("evidence")
 
 
 def test_the_coverage_page_has_every_claim_of_the_three_papers_at_06m():
@@ -369,10 +377,10 @@ def test_claims_about_a_larger_batch_are_not_judged_on_the_coverage_page_where_i
 def test_cosines_and_norms_of_the_coverage_page_are_those_of_the_record():
     rows = (newest("paper_claims_medium") / "README.md").read_text().splitlines()
     cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("| DiLoCo, k=")]
-    deltas = {row[0]: row[1:] for row in cells if len(row) == 4}
+    deltas = {row[0]: row[1:] for row in cells if len(row) == 5}
     page = text_of("coverage")
     assert "50, 100, 500: {}, {}, {} at k=4".format(*(deltas[f"DiLoCo, k=4, H={length}"][0] for length in (50, 100, 500))) in page
-    assert "with H=50: {} at k=4, {} at k=8".format(*(deltas[f"DiLoCo, k={k}, H=50"][1] for k in (4, 8))) in page
+    assert "with H=50: {} at k=4, {} at k=8".format(*(deltas[f"DiLoCo, k={k}, H=50"][2] for k in (4, 8))) in page
 
 
 def update_s(algorithm, exchange_s):

@@ -128,24 +128,13 @@ def outcome(b, loss, time_s=1.0, seeds=3):
     return b.cells.Outcome(b.cells.Row(recipe="demo-ddp", settings=("train.steps=4",)), summaries)
 
 
-def test_a_record_has_settings_and_ranges_and_a_page_has_not(b):
+def test_a_table_has_settings_and_ranges(b):
     outcomes = {name: outcome(b, loss) for name, loss in {"one": 2.0, "two": 3.0, b.ablations.DEFAULT: 2.0}.items()}
-    group = b.ablations.Group(name="x", title="X", note="Why.", rows={name: outcomes[name].row for name in ("one", "two")})
-    whole, brief = b.ablations.table(group, outcomes), b.ablations.brief_table(group, outcomes)
+    outcomes["three"] = outcome(b, 4.0, seeds=1)
+    group = b.ablations.Group(name="x", title="X", note="Why.", rows={name: outcomes[name].row for name in ("one", "two", "three")})
+    whole = b.ablations.table(group, outcomes)
     assert "| two | `train.steps=4` | 3.0100 ± 0.0100 | 3.0000 to 3.0200 | default | +1.0000" in whole
-    assert brief.splitlines()[4] == "| row | val loss | minus default | tokens | sent | virtual time |"
-    assert "| two | 3.0100 ± 0.0100 | +1.0000 [+1.0000, +1.0000] | 100 | 5 B | " in brief
-
-
-def test_a_page_names_the_row_of_each_comparison_if_they_differ(b):
-    outcomes = {name: outcome(b, loss, seeds=1) for name, loss in {"a": 1.0, "b": 2.0, "c": 4.0, b.ablations.DEFAULT: 1.0}.items()}
-    rows = {name: outcomes[name].row for name in "abc"}
-    group = b.ablations.Group(name="x", title="X", note="", rows=rows, against={"b": "a", "c": "b"})
-    brief = b.ablations.brief_table(group, outcomes)
-    assert "| a | 1.0000 † | - |" in brief
-    assert "| b | 2.0000 † | +1.0000 to a |" in brief
-    assert "| c | 4.0000 † | +2.0000 to b |" in brief
-    assert "1.0000 | - | - |" in b.ablations.table(group, outcomes), "a single seed has no range"
+    assert "| three | `train.steps=4` | 4.0000 | - | default | +2.0000 | one seed |" in whole, "a single seed has no range"
 
 
 def test_seconds_per_update_by_link_and_the_links_where_overlap_pays(b):

@@ -172,16 +172,33 @@ def test_rows_that_train_the_same_give_the_noise_of_a_repetition(b):
     assert b.paper_claims_verdicts.noise_text(study_of(b, {})) == ""
 
 
+def test_the_pooled_scatter_names_the_verdicts_that_it_changes(b):
+    """Three pairs that agree by chance: their own interval is narrow, that of all rows is wide."""
+    rows_of = b.paper_claims_rows
+    rows = {rows_of.ONE: outcome(b, 3.1, 3.1, 3.1), rows_of.times_batch(4): outcome(b, 3.0, 3.0, 3.0)}
+    rows[rows_of.diloco(4, 50)] = replace(outcome(b, 3.009, 3.01, 3.011), row=b.cells.Row(recipe="demo-diloco"))
+    text = b.paper_claims_verdicts.pooled_text(study_of(b, rows))
+    assert "The 3 rows with 3 seeds" in text
+    assert text.endswith("Of 3 verdicts none differs with it.")
+    rows[rows_of.NAIVE] = outcome(b, 3.3, 3.2, 3.1)
+    text = b.paper_claims_verdicts.pooled_text(study_of(b, rows))
+    assert "(6 degrees of freedom)" in text
+    changed = "DiLoCo, k=4, H=50: below 4 times the batch", "DiLoCo, k=4, H=50: below 4 times the batch (at most 0.02 above)"
+    assert all(claim in text for claim in changed)
+    assert b.paper_claims_verdicts.pooled_text(study_of(b, {})) == ""
+
+
 def test_the_deltas_cosines_and_norms_are_means_over_rounds_and_seeds(b):
     rows_of = b.paper_claims_rows
     rows = {}
-    for length, cosines in ((50, (0.1, 0.3)), (500, (0.5, 0.7))):
+    for islands, length, cosines in ((4, 50, (0.1, 0.2, 0.3)), (4, 500, (0.5, 0.7)), (8, 50, (0.1, 0.1, 0.1))):
         deltas = tuple(tuple((at, 2.0, 1.0, cosine + seed / 1000) for at, cosine in enumerate(cosines)) for seed in range(3))
-        rows[rows_of.diloco(4, length)] = b.cells.Outcome(b.cells.Row(recipe="demo-ddp"), ({},) * 3, deltas=deltas)
+        rows[rows_of.diloco(islands, length)] = b.cells.Outcome(b.cells.Row(recipe="demo-ddp"), ({},) * 3, deltas=deltas)
     study = study_of(b, rows)
-    assert "| DiLoCo, k=4, H=50 | 0.20 | 0.50 | 0.50 |" in b.paper_claims_verdicts.deltas_table(study)
-    (line,) = b.paper_claims_verdicts.deltas_lines(study)
-    assert line.startswith("**holds here**: the deltas of DiLoCo, k=4, H=500 are more alike")
+    assert "| DiLoCo, k=4, H=50 | 0.20 | 0.10, 0.20, 0.30 | 0.50 | 0.50 |" in b.paper_claims_verdicts.deltas_table(study)
+    longer, fewer = b.paper_claims_verdicts.deltas_lines(study)
+    assert longer.startswith("**holds here**: the deltas of DiLoCo, k=4, H=500 are more alike")
+    assert fewer.startswith("**holds here**: the deltas of DiLoCo, k=8, H=50 are less alike than those of DiLoCo, k=4, H=50")
 
 
 def test_a_diverged_candidate_is_never_chosen(b):
@@ -311,6 +328,14 @@ def test_cells_run_in_the_order_of_importance_or_long_ones_first(b):
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1]
     assert all(each.title not in parts for each in free[: len(free) - len(rows)]), "rows follow from choices"
+
+
+def test_a_table_with_one_seed_shows_every_recorded_one_and_starts_none_but_the_first(b):
+    plan = b.paper_claims_rows.SMALL
+    wanted = order_of(b, plan).wanted(all_tried(b, plan))
+    alone = [each for each in wanted if each.title == "one seed"]
+    assert {(each.seed, each.starts) for each in alone} == {(0, True), (1, False)}
+    assert all(each.starts for each in wanted if each.title == "headline")
 
 
 def test_on_a_gpu_cells_always_run_in_the_order_of_importance(b):
@@ -528,5 +553,5 @@ def test_coverage_has_the_differences_of_a_table_with_one_seed_and_counts_its_mi
     assert page.read_text().count(pages.NOT_RUN) == 2
     rows = {"50% pruned": outcome(b, 2.5), rows_of.diloco(4, 50): outcome(b, 2.25, 9.0)}
     pages.write_coverage(page, study_of(b, rows, plan, choices=choices), [pruned])
-    shown = "to `DiLoCo, k=4, H=50`†: `50% pruned` +0.2500. No verdict. 2 rows not run: device time"
+    shown = "to `DiLoCo, k=4, H=50`: `50% pruned` † +0.2500. No verdict. 2 rows not run: device time"
     assert page.read_text().count(shown) == 2

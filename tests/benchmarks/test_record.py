@@ -1,6 +1,7 @@
 """Records and pages: finished cells persist, and tables are written between the markers."""
 
 import json
+import re
 
 import pytest
 
@@ -26,6 +27,29 @@ def test_the_page_has_the_commands_that_measured_cells(b, tmp_path):
     assert "```\nmeasure --minutes 3\nmeasure --minutes 4\n```" in again.write("Title", []).read_text()
     nothing = b.record.Record(tmp_path / "empty", ["measure"])
     assert "```\nmeasure\n```" in nothing.write("Title", []).read_text()
+
+
+def test_published_pages_end_with_the_commands_of_their_source(b):
+    """So that writing the tables again changes nothing there."""
+    pages = [page for page in b.record.RECORDS.glob("*/README.md") if (page.parent / "source.txt").exists()]
+    shown = [page for page in pages if "## How to reproduce" in page.read_text("utf-8")]
+    assert len(shown) > 25
+    for page in shown:
+        assert page.read_text("utf-8").endswith(f"\n\n{b.record.Record(page.parent).reproduced}\n"), page
+
+
+def test_the_readme_of_the_benchmarks_names_every_module_and_commands_that_exist(b):
+    folder = b.record.RECORDS.parent
+    page = (folder / "README.md").read_text("utf-8")
+    assert [module.name for module in folder.glob("*.py") if module.name not in page] == []
+    commands = re.findall(r"`python benchmarks/(\w+)\.py([^`]*)`", page)
+    assert len(commands) > 25
+    for script, arguments in commands:
+        source = (folder / f"{script}.py").read_text("utf-8")
+        for docs in re.findall(r"docs/\w+\.md|README\.md", arguments):
+            marker = f"<!-- {getattr(b, script).MARKER}:begin -->"
+            assert marker in (folder.parent / docs).read_text("utf-8"), (script, docs)
+        assert "__main__" in source, script
 
 
 def test_a_truncated_last_line_is_dropped(b, lines_of, tmp_path):
