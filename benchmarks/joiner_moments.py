@@ -6,7 +6,7 @@
 demo-diloco's workload at half its length and a quarter of its batch, on two equal islands. A killed island is away for one round,
 whose data the simulator loses. It returns with the agreed weights, and with inner moments that are empty, or its donor's, or its
 donor's of a run that averages them on the clocks of DES-LOC. In one row no island is killed and one delta is lost: that island
-keeps its moments. In another no island is killed and the run is a round shorter: it trains on as many tokens as a run with two kills.
+keeps its moments. In another no island is killed and the run is a round shorter: it trains on as many tokens as one with two kills.
 """
 
 from __future__ import annotations
