@@ -6,7 +6,7 @@
 demo-diloco's workload at half its length and a quarter of its batch, on two equal islands. A killed island is away for one round,
 whose data the simulator loses. It returns with the agreed weights, and with inner moments that are empty, or its donor's, or its
 donor's of a run that averages them on the clocks of DES-LOC. In one row no island is killed and one delta is lost: that island
-keeps its moments.
+keeps its moments. In another no island is killed and the run is a round shorter: it trains on as many tokens as one with two kills.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ MOMENTS: dict[str, tuple[str, ...]] = {"empty": (), "donor's": DONOR, "averaged"
 KILLS = {"one kill in round 5": (5,), "one kill in round 13": (13,), "two kills in rounds 5 and 10": (5, 10)}
 """Rounds count from 0."""
 NONE, NONE_AVERAGED, LOST = "no kill", "no kill, averaged moments", "no kill, the delta of round 5 lost"
+SHORTER = f"no kill, {ROUNDS - 1} rounds"
+"""A round of both islands has the tokens that two kills cost. A run has whole rounds, so none has the tokens of one kill."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def all_rows(base: tuple[str, ...]) -> dict[str, Row]:
     """The rows by label."""
     settings = {NONE: (), NONE_AVERAGED: AVERAGED, LOST: ("cluster.lost=[Lost(island=1,round=5)]",)}
+    settings |= {SHORTER: (f"train.steps={(ROUNDS - 1) * INNER_STEPS}",)}
     for kills, rounds in KILLS.items():
         away = ",".join(f"Away(island=1,start={start},stop={start + 1})" for start in rounds)
         settings |= {label(kills, held): (f"cluster.away=[{away}]", *more) for held, more in MOMENTS.items()}
@@ -90,6 +93,12 @@ def controls(outcomes: Mapping[str, Outcome]) -> list[str]:
     return [
         f"A lost delta of an island that keeps its moments: {_difference(outcomes[LOST], outcomes[NONE])}.",
         f"Averaged moments without a kill: {_difference(outcomes[NONE_AVERAGED], outcomes[NONE])}.",
+        f"As many tokens as two kills leave, without a kill: {_difference(outcomes[SHORTER], outcomes[NONE])}; "
+        f"{[*KILLS][-1]} against that run: "
+        + "; ".join(
+            f"{moments} moments {_difference(outcomes[label([*KILLS][-1], moments)], outcomes[SHORTER])}" for moments in MOMENTS
+        )
+        + ".",
     ]
 
 

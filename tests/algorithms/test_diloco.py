@@ -9,6 +9,7 @@ import atoll
 from atoll import recipes
 from atoll.algorithms.ddp import DDP
 from atoll.algorithms.diloco import DiLoCo, DiLoCoState
+from atoll.algorithms.streaming import Streaming
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.events import CaughtUp, Compared, Exchanged
@@ -452,6 +453,24 @@ def test_what_an_island_owes_is_divided_by_the_weight_of_its_next_delta():
     one_round(algorithm, FakeReplica(moves_by=-1.0), peers, params=ones(), state=given)
     assert peers.weights == [8.0]
     assert torch.equal(peers.sent[0]["w"], torch.full((3,), 8.25)), "8 steps, and 2 tokens' worth on 8 tokens"
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [DiLoCo(inner_steps=1, codec="int4"), Streaming(inner_steps=1, fragments=1, overlap=0, codec="int4")],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_with_bf16_weights_a_delta_and_the_error_buffer_are_added_in_fp32(algorithm):
+    """Else what a codec left out would be rounded before it is sent, and a part of it lost."""
+    params, peers, state = Tree.of({"w": torch.zeros(600, dtype=torch.bfloat16)}), ScriptedPeers(), None
+    owed = params.copy(torch.float32)
+    for seed in range(3):
+        moves = Tree.of({"w": torch.randn(600, generator=torch.Generator().manual_seed(seed)).bfloat16()})
+        given = replace(state, params=params, local=None) if state is not None else None
+        state = one_round(algorithm, FakeReplica(moves_by=-1.0 * moves), peers, params=params, state=given)
+        assert peers.sent[-1].equal(moves.copy(torch.float32) + owed)
+        owed = state.unsent if isinstance(algorithm, DiLoCo) else state.unsent[0]
+    assert not owed.equal(owed.copy(torch.bfloat16).copy(torch.float32)), "else the test does not see rounding"
 
 
 @pytest.mark.parametrize(

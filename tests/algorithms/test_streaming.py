@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: identities, fragments that cover the model once, golden numbers, and several fragments under way."""
+"""Streaming DiLoCo: identities, fragments that cover the model once, rounds by hand, and several fragments under way."""
 
 import itertools
 from dataclasses import replace

@@ -19,7 +19,7 @@ def outcomes_of(b):
 def test_each_row_of_a_kill_is_compared_with_no_kill_and_with_its_own_empty_moments(b):
     module = b.joiner_moments
     lines = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in module.table(outcomes_of(b)).splitlines()[2:]}
-    assert len(lines) == 3 + 3 * 3
+    assert len(lines) == 4 + 3 * 3
     for number, kills in enumerate(module.KILLS, 1):
         empty, donor = (lines[module.label(kills, moments)] for moments in ("empty", "donor's"))
         assert (empty[3].split()[0], empty[5]) == (f"+{number}.0000", "-")
@@ -30,6 +30,7 @@ def test_each_row_of_a_kill_is_compared_with_no_kill_and_with_its_own_empty_mome
 
 def test_a_killed_island_is_away_for_a_round_and_all_rows_train_the_same_otherwise(b):
     runs = {name: row.run(0) for name, row in b.joiner_moments.all_rows(b.joiner_moments.BASE).items()}
+    shorter = runs.pop(b.joiner_moments.SHORTER)
     assert len({(run.train.steps, run.cluster.islands, run.model, run.data) for run in runs.values()}) == 1
     away = {name: [(one.island, one.start, one.stop) for one in run.cluster.away] for name, run in runs.items()}
     assert away["two kills in rounds 5 and 10, donor's moments"] == [(1, 5, 6), (1, 10, 11)]
@@ -41,3 +42,7 @@ def test_a_killed_island_is_away_for_a_round_and_all_rows_train_the_same_otherwi
     assert {name for name, run in runs.items() if run.train.joiner_moments == "donor"} == {
         name for name in runs if away[name] and not name.endswith("empty moments")
     }
+    rounds = {name: run.train.steps // run.algorithm.inner_steps for name, run in runs.items()}
+    two_kills = next(name for name, absences in away.items() if len(absences) == 2)
+    assert 2 * shorter.train.steps // shorter.algorithm.inner_steps == 2 * rounds[two_kills] - 2, "rounds of an island"
+    assert (shorter.cluster.away, shorter.cluster.lost, shorter.algorithm) == ((), (), runs["no kill"].algorithm)

@@ -60,11 +60,12 @@ def test_sums_have_the_simulators_bits_and_the_formulas_bytes_at_any_piece_size(
 
 
 def exchange_encoded(group, buffers, weights, name, chunk_bytes):
-    """The mean of encoded buffers, what this rank's encoding left out, and the payload that it sent."""
+    """The mean of encoded buffers, what this rank's encoding left out, the payload that it sent, and its inner products."""
     collectives = GroupCollectives(group, timeout_s=60.0, chunk_bytes=chunk_bytes)
-    flat = buffers[collectives.rank].clone()
-    mean = collectives.encoded_mean(flat, weights, Encoding(CODECS[name], 7 + collectives.rank))
-    return mean, flat, collectives.sent_bytes
+    flat, products = buffers[collectives.rank].clone(), torch.zeros(len(weights), len(weights), dtype=torch.float64)
+    encoding = Encoding(CODECS[name], 7 + collectives.rank)
+    mean = collectives.encoded_mean(flat, weights, encoding, inner_products=products)
+    return mean, flat, collectives.sent_bytes, products
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "fp32"])
@@ -75,15 +76,23 @@ def test_encoded_means_have_the_simulators_bits_and_the_formulas_bytes(four, nam
         (3, 5, 1 << 20),
         (4, 5000, 1 << 20),
         (2, 300_000, 1 << 18),
+        (3, 300_000, 1 << 10),  # gathered chunks that several ranks own in part
         (3, MANY, 1 << 18),
     ):
         weights = [1.0, 0.3, 0.0, 0.9][:size]
         buffers = [torch.randn(numel, generator=generator) for _ in range(size)]
         encodings = [Encoding(CODECS[name], 7 + rank) for rank in range(size)]
-        expected, unsent = encoded_mean([Tree.of({"w": buffer}) for buffer in buffers], weights, encodings)
+        simulated = torch.zeros(size, size, dtype=torch.float64)
+        trees = [Tree.of({"w": buffer}) for buffer in buffers]
+        expected, unsent = encoded_mean(trees, weights, encodings, inner_products=simulated)
         cost = all_reduce_cost(numel, 4, [Link()] * size, codec=CODECS[name])
         results = four.run(exchange_encoded, buffers, weights, name, chunk_bytes, size=size)
-        for rank, (mean, left_out, sent_bytes) in enumerate(results):
+        codec = CODECS[name]
+        read = torch.stack([codec.decode(codec.encode(buffer, 7 + rank), numel) for rank, buffer in enumerate(buffers)]).double()
+        torch.testing.assert_close(simulated, read @ read.T, rtol=1e-12, atol=1e-9)
+        of_slices = sum(products for *_, products in results)
+        torch.testing.assert_close(of_slices, read @ read.T, rtol=1e-4, atol=1e-2)  # sums of chunks are in their own precision
+        for rank, (mean, left_out, sent_bytes, _) in enumerate(results):
             assert torch.equal(mean, expected.flat)
             if weights[rank]:
                 assert torch.equal(left_out, unsent[rank].flat)
@@ -92,7 +101,7 @@ def test_encoded_means_have_the_simulators_bits_and_the_formulas_bytes(four, nam
             assert sent_bytes == cost.sent_bytes[rank]
         whole = CODECS[name].nbytes(numel)
         times = size * (size - 1) if CODECS[name].gathers else 2 * (size - 1)
-        assert sum(sent_bytes for *_, sent_bytes in results) == times * whole, "no block is cut in two"
+        assert sum(sent_bytes for *_, sent_bytes, _ in results) == times * whole, "no block is cut in two"
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name not in ("fp32", "bf16-stochastic")])

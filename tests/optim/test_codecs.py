@@ -236,6 +236,15 @@ def test_zeros_stay_zeros(codec):
     assert torch.equal(seen(codec, torch.zeros(5000)), torch.zeros(5000))
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "fp4"])
+def test_a_block_whose_scale_is_subnormal_becomes_zeros(name):
+    """The inverse of such a scale is infinite: a zero times that is NaN, and the other values would get the block's largest one."""
+    for scale in (2.0**-127, 2.0**-129, 2.0**-133):
+        values = torch.zeros(BLOCK)
+        values[1:] = torch.linspace(-scale, scale, BLOCK - 1)
+        assert torch.equal(seen(NAMED[name], values), torch.zeros(BLOCK))
+
+
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data.float(), lambda data: data.repeat(2)])
 def test_other_bytes_are_refused(codec, change):
     data = codec.encode(normal(1000))

@@ -154,9 +154,9 @@ class DiLoCo:
         return DiLoCoState(params, outer, unsent=unsent if self.feedback else None)
 
     def _pruned(self, delta: Tree, unsent: Tree | None, weight: float) -> Tree:
-        """The pruned delta and, at its weight, the error buffer."""
+        """The pruned delta and, at its weight, the error buffer, which a delta of bf16 would round."""
         delta = prune(delta, self.pruned, self.pruning)
-        return delta if unsent is None or weight == 0 else delta.add_(unsent, self.feedback / weight)
+        return delta if unsent is None or weight == 0 else delta.wide().add_(unsent, self.feedback / weight)
 
     async def _merge(self, delta: Tree, weight: float, peers: Peers, encoding: Encoding | None) -> Mean:
         if self.merge == "mean":

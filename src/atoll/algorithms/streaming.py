@@ -135,7 +135,7 @@ class Streaming:
         ranges = self._ranges(state.params)[fragment]
         delta = state.params.select(ranges) - replica.params().select(ranges)
         unsent = state.unsent[fragment] if state.unsent else None
-        return delta if unsent is None else delta.add_(unsent, self.feedback)
+        return delta if unsent is None else delta.wide().add_(unsent, self.feedback)
 
     def _load(self, state: StreamingState, replica: Replica, fragment: int) -> None:
         ranges = self._ranges(state.params)[fragment]

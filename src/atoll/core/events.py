@@ -133,11 +133,11 @@ class LimitSet(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(Event):
-    """How far the islands' contributions to a mean agreed."""
+    """How far the islands' contributions to a mean agreed. With a codec they are the values that their bytes stand for."""
 
     round: int
     norms: list[float]
-    mean_norm: float  # of the mean, the outer rule's input
+    mean_norm: float  # of the mean, the outer rule's input; with a codec before the mean itself is encoded
     cosine_mean: float | None  # of all pairs; None with fewer than two islands
     cosine_std: float | None
 

@@ -436,18 +436,18 @@ def _read(scalars: Sequence[Tensor]) -> list[float]:
     return found
 
 
-def products(trees: Sequence[Tree]) -> list[list[float]]:
+def products(buffers: Sequence[Tensor]) -> Tensor:
     """The inner products of all pairs, summed in double precision, with one synchronization on a GPU."""
-    if not trees or trees[0].flat.device.type == "cpu":
-        rows = [[one.dot(two) if i <= j else 0.0 for j, two in enumerate(trees)] for i, one in enumerate(trees)]
-        return [[rows[min(i, j)][max(i, j)] for j in range(len(trees))] for i in range(len(trees))]  # the matrix is symmetric
-    size = max(1, _DEVICE_CHUNK // len(trees))
-    total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=trees[0].flat.device)
-    for parts in zip(*(torch.split(tree.flat, size) for tree in trees), strict=True):
+    total = torch.zeros(len(buffers), len(buffers), dtype=torch.float64)
+    if not buffers or buffers[0].device.type == "cpu":
+        for i, j in itertools.combinations_with_replacement(range(len(buffers)), 2):
+            total[i, j] = total[j, i] = _added(_dots(buffers[i], buffers[j], _CHUNK))
+        return total
+    total = total.to(buffers[0].device)
+    for parts in zip(*(torch.split(buffer, max(1, _DEVICE_CHUNK // len(buffers))) for buffer in buffers), strict=True):
         stacked = torch.stack(parts).double()
         total.addmm_(stacked, stacked.T)
-    found: list[list[float]] = total.tolist()
-    return found
+    return total.cpu()
 
 
 def _tree(layout: Layout, flat: Tensor | None, *, donated: bool = False, borrowed: bool = False) -> Tree:

@@ -260,8 +260,11 @@ class RunAccounting:
             inside=inside,
         )
 
-    def compared(self, products: Sequence[Sequence[float]], mean_norm: float) -> ev.Compared:
-        """Norms and cosines of the contributions to a mean, from the matrix of their inner products."""
+    def compared(self, products: Sequence[Sequence[float]], weights: Sequence[float]) -> ev.Compared:
+        """Norms and cosines of the contributions to a mean, from their weights and the matrix of their inner products."""
+        counted = [i for i, weight in enumerate(weights) if weight]  # a tree of weight 0 need not be finite
+        squared = exact_sum(weights[i] * weights[j] * products[i][j] for i in counted for j in counted)
+        mean_norm = math.sqrt(squared if math.isnan(squared) else max(0.0, squared)) / sum(weights)
         norms = [math.sqrt(row[i]) for i, row in enumerate(products)]
         pairs = [(i, j) for i, j in combinations(range(len(norms)), 2) if 0 < norms[i] < math.inf and 0 < norms[j] < math.inf]
         cosines = [products[i][j] / (norms[i] * norms[j]) for i, j in pairs if math.isfinite(products[i][j])]
@@ -456,6 +459,15 @@ class RunAccounting:
         hub.from_parts(load("hub", {"state": hub.state})["state"], versions, tensors["encoded"], engine["hub"])
         buffers: dict[str, Any] = tensors["buffers"]
         return engine, buffers
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """The exact sum; the plain one where there is none, such as of opposite infinities."""
+    terms = list(values)
+    try:
+        return math.fsum(terms)
+    except (ValueError, OverflowError):
+        return sum(terms)
 
 
 def _worker_round(dispatch: Dispatch) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atoll.core.flat_tree import Tree, empty
+from atoll.core.flat_tree import Tree, empty, products
 from atoll.core.layout import shard_range
 from atoll.core.protocols import Codec, Encoding
 
@@ -42,6 +42,7 @@ class EncodedPart:
         self._total, self._weight = float(sum(weights)), weights[rank]
         self._codec, self._seed = encoding
         self._inner_products = inner_products
+        self._owned = shard_range(flat.numel(), rank, len(weights), self._codec.unit)  # gathered values have an owner here, too
 
     def bytes_for(self, span: tuple[int, int]) -> Tensor:
         """A buffer for an encoded chunk."""
@@ -65,10 +66,12 @@ class EncodedPart:
         return self._codec.decode(data, span[1] - span[0])
 
     def add(self, terms: Sequence[Tensor], span: tuple[int, int]) -> None:
-        """The weighted mean of the chunks that all ranks' bytes stand for. The terms are overwritten."""
+        """The weighted mean of the chunks that all ranks' bytes stand for. The terms are overwritten. Every rank adds all values
+        that are gathered, and the inner products of those that it owns."""
         start, stop = span
+        owned = slice(max(0, self._owned[0] - start), max(0, self._owned[1] - start))
         if self._inner_products is not None:
-            add_inner_products(terms, self._inner_products)
+            add_inner_products([term[owned] for term in terms], self._inner_products)
         weighted_sum(terms, self._weights, self.mean[start:stop])
         self.mean[start:stop] /= self._total
 
@@ -92,10 +95,12 @@ def encoded_mean(
     weights: Sequence[float],
     encodings: Sequence[Encoding],
     cuts: Sequence[tuple[int, int]] | None = None,
+    inner_products: Tensor | None = None,
 ) -> tuple[Tree, list[Tree | None]]:
     """The mean of encoded trees, as `GroupCollectives.encoded_mean` makes it of the ranks' buffers, and what each tree's encoding
     left out: None for a tree of weight 0, which is not in the mean. The weights have a sum above 0. `cuts` are the ranges that
-    travel separately, each from a device of its own."""
+    travel separately, each from a device of its own. The inner products of what the bytes stand for are added to
+    `inner_products`."""
     first, size = trees[0], len(trees)
     mean = empty(first.numel, torch.float32, first.flat.device)
     unsent = [tree.copy(torch.float32) for tree in trees]
@@ -107,7 +112,10 @@ def encoded_mean(
         codec = encodings[0].codec
         slices = encoded_slices(codec, stop - start, size)
         for owner, span in enumerate(slices[:1] if codec.gathers else slices):
-            parts[owner].add([part.encode(span)[1] for part in parts], span)
+            terms = [part.encode(span)[1] for part in parts]
+            if inner_products is not None:
+                inner_products += products(terms)
+            parts[owner].add(terms, span)
             if not codec.gathers:
                 parts[owner].encode_mean(span)
     return Tree(first.layout, mean), [tree if weight else None for tree, weight in zip(unsent, weights, strict=True)]

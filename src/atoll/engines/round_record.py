@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from atoll.core.events import Compared, Event, Exchanged, UpdateSkipped
 from atoll.core.protocols import Sink
-from atoll.engines.accounting import ComputeSpan, RunAccounting
+from atoll.engines.accounting import ComputeSpan, RunAccounting, exact_sum
 
 _UPDATES = ("mean", "reduce_scatter")
 
@@ -66,7 +66,7 @@ def last_update(exchanges: Sequence[ExchangeRecord]) -> ExchangeRecord | None:
 
 @dataclass(frozen=True)
 class DeltaSimilarity:
-    """Inner products of the trees that the ranks brought to a mean, over this rank's slice: row by row, in rank order."""
+    """Inner products of what a mean was made of, over this rank's slice: row by row, in rank order."""
 
     products: Sequence[Sequence[float]]
     weights: Sequence[float]
@@ -188,20 +188,8 @@ class EventAggregator:
     def _compared(self, similarities: Sequence[DeltaSimilarity]) -> Compared:
         """Each rank has the inner products over its own slice: those of whole trees are their sums."""
         size, weights = len(similarities[0].weights), similarities[0].weights
-        products = [[_sum(one.products[i][j] for one in similarities) for j in range(size)] for i in range(size)]
-        counted = [i for i in range(size) if weights[i]]  # a tree of weight 0 need not be finite
-        squared = _sum(weights[i] * weights[j] * products[i][j] for i in counted for j in counted)
-        mean_norm = math.sqrt(squared if math.isnan(squared) else max(0.0, squared)) / sum(weights)
-        return self._accounting.compared(products, mean_norm)
-
-
-def _sum(values: Iterable[float]) -> float:
-    """The exact sum; the plain one where there is none, such as of opposite infinities."""
-    terms = list(values)
-    try:
-        return math.fsum(terms)
-    except (ValueError, OverflowError):
-        return sum(terms)
+        products = [[exact_sum(one.products[i][j] for one in similarities) for j in range(size)] for i in range(size)]
+        return self._accounting.compared(products, weights)
 
 
 def _is_closing(records: Sequence[RoundRecord]) -> bool:

@@ -353,9 +353,9 @@ def _split(data: Tensor, units: int, scales: int) -> tuple[Tensor, Tensor]:
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """1 / scale, and 0 for a block of zeros, or of magnitudes below the smallest scale."""
+    """1 / scale; 0 for a block of zeros, and for a subnormal scale, whose inverse may be infinite."""
     wide = scales.float()
-    return torch.where(wide > 0, 1 / wide, 0.0)
+    return torch.where(wide >= torch.finfo(torch.bfloat16).tiny, 1 / wide, 0.0)
 
 
 def _two_levels(rows: Tensor) -> tuple[Tensor, Tensor]:

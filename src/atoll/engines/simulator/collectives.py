@@ -12,6 +12,9 @@ from collections.abc import Sequence, Set
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from atoll.core.errors import ExchangeFailed
 from atoll.core.events import UpdateSkipped
 from atoll.core.flat_tree import Tree, all_finite, measure, products
@@ -159,16 +162,17 @@ class SimCollectives:
         ranks = [c.rank for c in arrived]
         end_s = self._account(what, cost, ranks, arrived_s, start_s, weight, left_out=self.left_out, background=background)
         self._closed_s = end_s
-        results = self._results(what, arrived, heard, weight, wide=option)
+        compared = what == "mean" and option and weight > 0 and self.inside is None
+        inner_products = torch.zeros(len(heard), len(heard), dtype=torch.float64) if compared else None
+        results = self._results(what, arrived, heard, weight, inner_products, wide=option)
         if what in ("mean", "reduce_scatter"):
             if heard:
                 result, self.skipped = results[heard[0].rank], None  # the last exchange decides whether the update is skipped
                 if not (result.finite and result.weight > 0):
                     nonfinite = [self.members[c.rank] for c in heard if not c.tree.is_finite()]
                     self.skipped = UpdateSkipped(round=self.round, islands=nonfinite, virtual_time_s=end_s, inside=self.inside)
-                if what == "mean" and option and weight and self.inside is None:
-                    found = products([c.tree for c in heard])
-                    self.work.sink.emit(self.work.accounting.compared(found, result.value.norm()))
+                if inner_products is not None:
+                    self.work.sink.emit(self.work.accounting.compared(inner_products.tolist(), [c.weight for c in heard]))
             # Contributions are donated, except for a State that the round may have to be repeated from: its buffers are `kept`.
             for tree in {id(one.tree): one.tree for one in arrived}.values():
                 if not tree.borrowed and memory_of(tree) not in self.kept:
@@ -250,19 +254,28 @@ class SimCollectives:
         return device_cuts(self.work.layout, tree.layout, self.work.devices)
 
     def _results(
-        self, what: str, arrived: Sequence[Contribution], heard: Sequence[Contribution], weight: float, *, wide: bool
+        self,
+        what: str,
+        arrived: Sequence[Contribution],
+        heard: Sequence[Contribution],
+        weight: float,
+        inner_products: Tensor | None,
+        *,
+        wide: bool,
     ) -> dict[int, Any]:
-        """The result of the exchange, by rank."""
+        """The result of the exchange, by rank. The inner products of what a mean is made of are added to `inner_products`."""
         trees = [c.tree for c in heard]
         if what == "mean":
             unsent, encodings = dict[int, Tree | None](), [c.encoding for c in heard if c.encoding is not None]
             if not weight > 0:
                 value = arrived[0].tree.zeros()
             elif encodings:
-                value, errors = encoded_mean(trees, [c.weight for c in heard], encodings, self._cuts(trees[0]))
+                value, errors = encoded_mean(trees, [c.weight for c in heard], encodings, self._cuts(trees[0]), inner_products)
                 unsent = {c.rank: error for c, error in zip(heard, errors, strict=True)}
             else:
                 value = weighted_mean(trees, [c.weight for c in heard])
+                if inner_products is not None:
+                    inner_products += products([tree.flat for tree in trees])
             # A value that is not finite makes the mean so, unless its tree has no weight or a codec sends something else. The
             # norm of the mean shows that, and is what clipping needs.
             in_the_mean = weight > 0 and not encodings and all(c.weight for c in heard)
