@@ -142,7 +142,8 @@ def check_values(verb, given):
     if verb == "compare_runs":
         names = [name for name in given["what"] if "/" not in name]  # the others are folders
     if verb == "sweep":
-        assert sweep_command.cells_of(name, given["grid"], given["settings"], given["seed"], given["engine"], Path())
+        axes = sweep_command.axes_of(given["grid"])
+        assert sweep_command.cells_of(name, axes, given["settings"], given["seed"], given["engine"], Path())
         return
     for name in names:
         run = run_of(name, given["settings"], given.get("seed"), among=names)

@@ -358,7 +358,8 @@ def sweep(
     seed: Seed = None,
     engine: EngineName = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the cells.", show_default="runs/RECIPE/sweep-DIGEST, by the other settings")
+        Path | None,
+        typer.Option(help="Folder for the cells.", show_default="runs/RECIPE/sweep-DIGEST, by all but the values of the grid"),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
