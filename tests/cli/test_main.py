@@ -11,7 +11,10 @@ import pytest
 
 from atoll import recipes
 from atoll.core.events import Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
+from atoll.engines.elastic.spec import Elastic
+from atoll.engines.spec import write_spec
 from atoll.runs.export import load_exported
+from atoll.runs.folder import RunFolder
 from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.run_progress import read_progress
 from atoll.testing.tiny_pretrained_model import SUMS, save_tiny_model, write_jsonl
@@ -360,7 +363,7 @@ def test_a_folder_that_was_prepared_is_not_overwritten(atoll, tmp_path):
         (["run", "demo-diloco", *sets("data.corpus=web:pages")], "web:pages", "files:"),
         (["run", "demo-diloco", *sets("data.corpus=files:/nowhere/at/all")], "/nowhere/at/all", ""),
         (["run", "--resume", "/nowhere/at/all"], "/nowhere/at/all", "--out"),
-        (["compare", "demo-ddp", "demo-dilco"], "demo-dilco", "demo-diloco"),
+        (["compare", "demo-ddp", "demo-dilco"], "no recipe 'demo-dilco'", "Did you mean demo-diloco?"),
         (["compare", "runs/nope", "demo-ddp"], "no recipe 'runs/nope', and no run's folder or file", "folder of a finished run"),
         (
             ["compare", "demo-diloco", *sets("demo-ddp:train.steps=3")],
@@ -506,9 +509,18 @@ def test_a_finished_run_is_extended_in_a_new_folder_where_its_schedule_allows_it
     code, out, _ = atoll("run", "--resume", tmp_path / "first", "--extend", "6", "--out", tmp_path / "longer", "--quiet", "--json")
     assert (code, json.loads(out)["steps"]) == (0, 12)
     assert json.loads(out)["run_dir"] == str(tmp_path / "longer")
-    code, _, err = atoll("run", "demo-diloco", "--extend", "7")
+    for given, advice in (([], ""), (["demo-diloco"], " Leave out demo-diloco.")):
+        message = f"error: --extend 7 is for a finished run: atoll run --resume DIR --extend 7.{advice}\n"
+        assert atoll("run", *given, "--extend", "7") == (2, "", message)
+
+
+def test_the_engine_of_a_run_that_is_extended_is_checked_before_its_workload(atoll, tmp_path):
+    folder = RunFolder.create(tmp_path / "run", recipes.toy_sync(), ["test"])
+    write_spec(folder.path, Elastic())
+    folder.workload.write_text("user.Loop\n")
+    code, _, err = atoll("run", "--resume", folder.path, "--extend", "6")
     assert code == 2
-    assert "--extend 7 is for a finished run: atoll run --resume DIR --extend 7" in err
+    assert "is a run on elastic, which winds down before its end" in err
 
 
 def test_resuming_as_another_recipe_is_refused_with_what_differs(atoll, finished):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 
+from atoll.core.config.type_checks import shown
 from atoll.core.errors import ConfigError
 from atoll.recipes.demo import (
     demo_acco,
@@ -48,7 +49,11 @@ __all__ = ["ALL", "recipe", *(make.__name__ for make in _MAKERS)]  # noqa: PLE06
 
 def recipe(name: str) -> Run:
     if name not in ALL:
-        near = difflib.get_close_matches(name, ALL, n=1)
-        advice = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(ALL)}."
-        raise ConfigError(f"there is no recipe {name!r}. {advice} `atoll recipes` describes all of them.")
+        raise ConfigError(f"there is no recipe {shown(name)}. {suggestion(name)} `atoll recipes` describes all of them.")
     return ALL[name]()
+
+
+def suggestion(name: str) -> str:
+    """What to write instead of a name that no recipe has."""
+    near = difflib.get_close_matches(name, ALL, n=1)
+    return f"Did you mean {near[0]}?" if near else f"There are: {', '.join(ALL)}."
