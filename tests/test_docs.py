@@ -73,11 +73,11 @@ def parsed(monkeypatch, capsys, tmp_path):
         signature = inspect.signature(getattr(module, name))
         return lambda *given, **named: calls.append((name, signature.bind(*given, **named).arguments))
 
-    for name in ("list_recipes", "show_recipe", "report_run"):
+    for name in ("show_recipe", "report_run"):
         monkeypatch.setattr(inspect_commands, name, stand_in(inspect_commands, name))
     monkeypatch.setattr(prepare_command, "prepare_data", stand_in(prepare_command, "prepare_data"))
     for command in cli.app.registered_commands:
-        if command.callback in (cli.generate, cli.export, cli.replay, cli.evaluate):
+        if command.callback in (cli.recipes, cli.generate, cli.export, cli.replay, cli.evaluate):
             monkeypatch.setattr(command, "callback", wraps(command.callback)(stand_in(cli, command.callback.__name__)))
     monkeypatch.setattr(doctor_command, "examine", stand_in(doctor_command, "examine"))
     monkeypatch.setattr(run_command, "compare_runs", stand_in(run_command, "compare_runs"))

@@ -17,7 +17,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from atoll.cli.inspect_commands import print_table
+from atoll.cli.main import print_table
 from atoll.cli.recipe_settings import described, run_of, spec_of, spec_with
 from atoll.cli.run_command import interruptible, print_to_stderr, sinks_of
 from atoll.core.config.json_records import to_json

@@ -28,19 +28,13 @@ from atoll.recipes.papers import acco_36m, acco_125m, async_20m, async_60m, asyn
 from atoll.recipes.toy import toy_async, toy_sync
 from atoll.runs.run_settings import Run
 
-_LOCAL_SGD = (
-    demo_ddp,
-    demo_diloco,
-    demo_streaming,
-    demo_muloco,
-    demo_sparseloco,
-    demo_eager,
-    demo_async,
-    demo_async_naive,
-)  # and DDP, to compare with
-_SHARDED = (demo_zero1, demo_acco, demo_acco_free, demo_dpu, demo_wp, demo_two_level)
+# In the order of their sources, which `atoll recipes` reads.
+_DEMOS = (
+    *(demo_ddp, demo_zero1, demo_acco, demo_acco_free, demo_dpu, demo_wp, demo_diloco, demo_streaming, demo_eager),
+    *(demo_sparseloco, demo_muloco, demo_two_level, demo_async, demo_async_naive),
+)
 _PAPERS = (diloco_60m, diloco_150m, diloco_400m, async_20m, async_60m, async_150m, acco_36m, acco_125m)
-_MAKERS = (*_LOCAL_SGD, *_SHARDED, *_PAPERS, toy_async, toy_sync, finetune)
+_MAKERS = (*_DEMOS, *_PAPERS, toy_async, toy_sync, finetune)
 
 ALL: Mapping[str, Callable[[], Run]] = {make.__name__.replace("_", "-"): make for make in _MAKERS}
 
