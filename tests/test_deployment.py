@@ -144,7 +144,7 @@ def test_the_commands_of_the_compose_file_run_an_elastic_run_with_a_joiner_that_
     slow = ("train.steps=120", "cluster.step_time_s=[0.02]", "engine.step_delay=1.0")
     with machines(tmp_path, services["first"]["hostname"], "joiner", first_is_loopback=False) as (one, two):
         said, joined = both_end(one, two, with_settings(here, [*SHORT_RUN, *slow]), there)
-        log = Path(re.search(r"joined the run of demo-diloco as \S+; log: (\S+)", joined)[1])
+        log = Path(re.search(r"found the run of demo-diloco, and joins it as \S+; log: (\S+)", joined)[1])
         assert re.search(r"demo-diloco: training +\d+ % +loss \d", joined)
         assert re.search(
             r"finished: \S+ took part in \d+ commits, \d+ with work of its own, up to step \d+ of 120, loss \d", joined

@@ -73,11 +73,11 @@ def parsed(monkeypatch, capsys, tmp_path):
         signature = inspect.signature(getattr(module, name))
         return lambda *given, **named: calls.append((name, signature.bind(*given, **named).arguments))
 
-    for name in ("list_recipes", "show_recipe", "report_run"):
+    for name in ("show_recipe", "report_run"):
         monkeypatch.setattr(inspect_commands, name, stand_in(inspect_commands, name))
     monkeypatch.setattr(prepare_command, "prepare_data", stand_in(prepare_command, "prepare_data"))
     for command in cli.app.registered_commands:
-        if command.callback in (cli.generate, cli.export, cli.replay, cli.evaluate):
+        if command.callback in (cli.recipes, cli.generate, cli.export, cli.replay, cli.evaluate):
             monkeypatch.setattr(command, "callback", wraps(command.callback)(stand_in(cli, command.callback.__name__)))
     monkeypatch.setattr(doctor_command, "examine", stand_in(doctor_command, "examine"))
     monkeypatch.setattr(run_command, "compare_runs", stand_in(run_command, "compare_runs"))
@@ -142,7 +142,8 @@ def check_values(verb, given):
     if verb == "compare_runs":
         names = [name for name in given["what"] if "/" not in name]  # the others are folders
     if verb == "sweep":
-        assert sweep_command.cells_of(name, given["grid"], given["settings"], given["seed"], given["engine"], Path())
+        axes = sweep_command.axes_of(given["grid"])
+        assert sweep_command.cells_of(name, axes, given["settings"], given["seed"], given["engine"], Path())
         return
     for name in names:
         run = run_of(name, given["settings"], given.get("seed"), among=names)

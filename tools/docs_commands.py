@@ -36,11 +36,15 @@ NOT_RUN = (
     (r"^python benchmarks/", "tests/benchmarks runs the parts of this benchmark"),
     (r"easgd", "tests/test_docs.py runs this page from its code blocks"),
     (
-        r"site-[bc]\.json|203\.0\.113\.",
+        r"site-[bc]\.json|203\.0\.113\.|10\.8\.0\.1|198\.51\.100\.|^atoll invite .*--revoke",
         "is for two machines: tests/engines/elastic/test_gateway_two_sites.py types such lines on them",
     ),
     (r"--nnodes|engine\.nodes", "is for two machines: tests/engines/test_rank_rendezvous_two_machines.py types it on them"),
     (r"^atoll doctor .*\d", "is for two machines: tests/cli/test_doctor_command.py runs such lines on them"),
+    (
+        r"^atoll invite .*--rotate",
+        "needs the folder of a run that has joiners: tests/cli/test_run_command_elastic.py runs it in one",
+    ),
     (r"--join|^atoll invite|engine\.listen=|engine\.address=", "needs another machine, or a run that waits for one"),
     (r"hf:|prepared:data/c4", "downloads a text"),
     (r"files:openwebtext", "has a tokenizer of 50,257 tokens, which only a large text gives"),

@@ -5,13 +5,17 @@ import re
 import shutil
 import subprocess
 import sys
+from inspect import getdoc
 from pathlib import Path
 
 import pytest
 
 from atoll import recipes
 from atoll.core.events import Computed, Dispatched, Evaluated, RoundFinished, RunFinished, RunStarted, WindowClosed
+from atoll.engines.elastic.spec import Elastic
+from atoll.engines.spec import write_spec
 from atoll.runs.export import load_exported
+from atoll.runs.folder import RunFolder
 from atoll.telemetry.event_log import JsonlSink
 from atoll.telemetry.run_progress import read_progress
 from atoll.testing.tiny_pretrained_model import SUMS, save_tiny_model, write_jsonl
@@ -34,19 +38,19 @@ def finished(tmp_path_factory):
     return run_lifecycle.run(run, out=tmp_path_factory.mktemp("cli") / "run").folder
 
 
-def test_help_needs_no_torch():
-    code = "import sys; sys.argv = ['atoll', '--help']\nfrom atoll.cli.main import app\ntry: app()\nexcept SystemExit: pass\n"
-    code += "assert 'torch' not in sys.modules, 'help imports torch'\nassert 'rich.progress' not in sys.modules"
+@pytest.mark.parametrize(("command", "listed"), [("--help", "generate"), ("recipes", "demo-diloco")])
+def test_help_and_the_list_of_recipes_need_no_torch(command, listed):
+    code = f"import sys; sys.argv = ['atoll', '{command}']\nfrom atoll.cli.main import app\ntry: app()\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules, 'it imports torch'\nassert 'rich.progress' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "generate" in done.stdout
+    assert listed in done.stdout
 
 
 def test_recipes_are_listed_with_what_they_do(atoll):
     code, out, _ = atoll("recipes")
-    assert code == 0
-    for name in ("demo-ddp", "demo-diloco", "diloco-60m", "diloco-150m", "diloco-400m"):
-        assert name in out
+    lines = [[name, *getdoc(make).splitlines()[0].split()] for name, make in recipes.ALL.items()]
+    assert (code, [line.split() for line in out.splitlines()[1:]]) == (0, lines)
 
 
 def test_every_recipe_can_be_shown(atoll):
@@ -360,7 +364,7 @@ def test_a_folder_that_was_prepared_is_not_overwritten(atoll, tmp_path):
         (["run", "demo-diloco", *sets("data.corpus=web:pages")], "web:pages", "files:"),
         (["run", "demo-diloco", *sets("data.corpus=files:/nowhere/at/all")], "/nowhere/at/all", ""),
         (["run", "--resume", "/nowhere/at/all"], "/nowhere/at/all", "--out"),
-        (["compare", "demo-ddp", "demo-dilco"], "demo-dilco", "demo-diloco"),
+        (["compare", "demo-ddp", "demo-dilco"], "no recipe 'demo-dilco'", "Did you mean demo-diloco?"),
         (["compare", "runs/nope", "demo-ddp"], "no recipe 'runs/nope', and no run's folder or file", "folder of a finished run"),
         (
             ["compare", "demo-diloco", *sets("demo-ddp:train.steps=3")],
@@ -506,9 +510,18 @@ def test_a_finished_run_is_extended_in_a_new_folder_where_its_schedule_allows_it
     code, out, _ = atoll("run", "--resume", tmp_path / "first", "--extend", "6", "--out", tmp_path / "longer", "--quiet", "--json")
     assert (code, json.loads(out)["steps"]) == (0, 12)
     assert json.loads(out)["run_dir"] == str(tmp_path / "longer")
-    code, _, err = atoll("run", "demo-diloco", "--extend", "7")
+    for given, advice in (([], ""), (["demo-diloco"], " Leave out demo-diloco.")):
+        message = f"error: --extend 7 is for a finished run: atoll run --resume DIR --extend 7.{advice}\n"
+        assert atoll("run", *given, "--extend", "7") == (2, "", message)
+
+
+def test_the_engine_of_a_run_that_is_extended_is_checked_before_its_workload(atoll, tmp_path):
+    folder = RunFolder.create(tmp_path / "run", recipes.toy_sync(), ["test"])
+    write_spec(folder.path, Elastic())
+    folder.workload.write_text("user.Loop\n")
+    code, _, err = atoll("run", "--resume", folder.path, "--extend", "6")
     assert code == 2
-    assert "--extend 7 is for a finished run: atoll run --resume DIR --extend 7" in err
+    assert "is a run on elastic, which winds down before its end" in err
 
 
 def test_resuming_as_another_recipe_is_refused_with_what_differs(atoll, finished):

@@ -11,7 +11,9 @@ from atoll.cli import main
 from atoll.cli.recipe_settings import described, run_of, spec_of
 from atoll.core.config.describe_settings import describe, explanations, first_sentence, type_text
 from atoll.core.config.type_checks import hints_of, settable
-from atoll.engines.spec import SPECS
+from atoll.engines.elastic.spec import Elastic
+from atoll.engines.spec import SPECS, write_spec
+from atoll.runs.folder import RunFolder
 from atoll.runs.run_settings import candidates
 
 SHORT = [
@@ -102,7 +104,7 @@ def test_what_is_neither_recipe_nor_file_is_refused_with_what_was_meant(given, s
 def test_every_setting_of_every_recipe_rule_and_engine_is_explained():
     runs = [setting for name in recipes.ALL for setting in describe(recipes.recipe(name))]
     engines = [setting for spec in SPECS.values() for setting in describe(spec())]
-    assert [setting.path for setting in [*runs, *engines] if not setting.about] == []
+    assert [setting.path for setting in [*runs, *engines] if not setting.about or "None" in setting.about] == []
     unexplained = [
         (kind.__name__, name)
         for kinds in candidates.values()
@@ -175,12 +177,21 @@ def completed(monkeypatch, capsys):
         ("atoll run --elastic --set engine.l", "engine.listen="),
         ("atoll show demo-async --engine ray --set engine.hub", "engine.hub_timeout_s="),
         ("atoll sweep demo-diloco --grid train.w", "train.warm_start_steps="),
+        ("atoll run --resume FOLDER --set engine.l", "engine.listen="),
+        ("atoll run demo-diloco --set algorithm=D", "algorithm=DiLoCo"),
+        ("atoll run demo-diloco --set model=m", "model=m60"),
+        ("atoll show demo-diloco --engine elastic --set engine.network=", "engine.network=trusted"),
         ("atoll compare demo-d", "demo-diloco"),
         ("atoll compare demo-ddp demo-d", "demo-diloco"),
     ],
 )
-def test_a_shell_completes_commands_recipes_and_settings(typed, offered, completed):
-    assert offered in completed(typed)
+def test_a_shell_completes_commands_recipes_and_settings(typed, offered, completed, tmp_path):
+    write_spec(RunFolder.create(tmp_path / "run", recipes.toy_sync(), ["test"]).path, Elastic())
+    assert offered in completed(typed.replace("FOLDER", str(tmp_path / "run")))
+
+
+def test_numbers_are_not_completed(completed):
+    assert completed("atoll run demo-diloco --set train.steps=") == []
 
 
 def test_completion_offers_nothing_and_says_nothing_about_a_file_that_cannot_be_read(completed, tmp_path):

@@ -68,6 +68,7 @@ REFUSED = [
     (ELASTIC, "engine.listen=192.0.2.1:7000", "this machine cannot listen there (Cannot assign requested address)"),
     (ELASTIC, "engine.listen=..:7000", "over IPv4"),
     (RAY, "engine.address=127.0.0.1:99999", "nothing listens there"),
+    (PROCESSES, "engine.nodes=2", "engine.address=none: with engine.nodes=2 it is HOST:PORT of the first machine"),
 ]
 TINY = {
     "toy-sync": ["data=Gaussians(examples=4096, clusters_per_class=1, dimensions=8)", "model.hidden=4"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +99,35 @@ def test_the_table_has_a_line_for_each_cell_and_names_the_best(atoll, monkeypatc
     assert atoll(*arguments, "--quiet")[1] == out, "without --out the same command finds its cells"
 
 
+def test_without_out_sweeps_of_other_runs_or_other_settings_have_other_folders_and_atoll_runs_lists_their_cells(
+    atoll, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    of_file = [f"--set={setting}" for setting in SETTINGS if not setting.startswith("train.batch_size")]
+    folders = []
+    for batch_size in (4, 8):  # of one file, which changes
+        (tmp_path / "mine.toml").write_text(f'recipe = "demo-diloco"\n[train]\nbatch_size = {batch_size}\n')
+        for grid in ("seed=0", "seed=0,1", "train.clip_norm=none"):
+            _, out, _ = atoll("sweep", "mine.toml", *of_file, "--grid", grid, "--quiet", "--json")
+            folders.append(json.loads(out.splitlines()[-1])["folder"])
+    assert [len({*folders[:2]}), len({*folders})] == [1, 4]
+    assert all(folder.startswith("runs/demo-diloco/sweep-") for folder in folders)
+    listed = json.loads(atoll("runs", "--json")[1])
+    assert {one["folder"] for one in listed} == {str(path.parent) for path in Path("runs").rglob("run.json")}
+    assert len(listed) == 6
+
+
+def test_cells_are_not_written_into_the_folder_of_a_run(atoll, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/demo-diloco").mkdir(parents=True)
+    (tmp_path / "runs/demo-diloco/run.json").touch()
+    for more in ([], ["--out", "runs/demo-diloco/cells"], ["--out", "runs/demo-diloco"]):
+        code, _, err = atoll("sweep", "demo-diloco", *SETS, *GRID, *more)
+        assert code == 2
+        assert "the folder of a run" in err
+    assert [path.name for path in (tmp_path / "runs/demo-diloco").iterdir()] == ["run.json"]
+
+
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
@@ -105,7 +135,7 @@ def test_the_table_has_a_line_for_each_cell_and_names_the_best(atoll, monkeypatc
         ("seed=1,,2", "give a setting and its values"),
         ("seed=1,1", "given twice"),
         ("train.stepz=1", "train.stepz"),
-        ("train.steps=20,7", "train.steps=7 is not a multiple"),
+        ("train.steps=20,7", "the cell train.steps=7: train.steps=7 is not a multiple"),
     ],
 )
 def test_a_wrong_grid_is_refused_before_the_first_cell(grid, message, atoll, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atoll.algorithms.async_local_sgd import AsyncLocalSGD
 from atoll.algorithms.diloco import DiLoCo
 from atoll.algorithms.zero import ZeRO1
 from atoll.core.errors import CheckpointError, ConfigError
@@ -99,8 +100,12 @@ def test_unsupported_settings_of_trainer_are_refused(tmp_path):
         steps_of_a_trainer(IslandsCallback(ALGORITHM), arguments(tmp_path, world_size=2), *begin)
     with pytest.raises(CheckpointError, match=r"checkpoint-4 has no islands.pt: .* IslandsCallback\(resume="):
         steps_of_a_trainer(IslandsCallback(ALGORITHM), arguments(tmp_path), 4, 8)
-    with pytest.raises(ConfigError, match=r"ZeRO1 steps by itself, but Trainer has an optimizer"):
-        IslandsCallback(ZeRO1(optimizer=AdamW()))
+    for algorithm, message in (
+        (ZeRO1(optimizer=AdamW()), "ZeRO1 steps by itself, but Trainer has an optimizer"),
+        (AsyncLocalSGD(inner_steps=3), r"AsyncLocalSGD is asynchronous.* atoll\.run_islands"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            IslandsCallback(algorithm)
 
 
 def test_an_exception_closes_the_block_and_propagates(tmp_path):

@@ -211,19 +211,16 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch):
         importlib.import_module("atoll.integrations.lightning")
 
 
-def test_islands_of_several_devices_and_asynchronous_algorithms_are_refused_with_another_way():
+def test_islands_of_several_devices_are_refused_with_another_way():
     with pytest.raises(ConfigError, match=r"alone\(devices=2\): Lightning's checkpoints .* use Hugging Face's Trainer"):
         alone(devices=2)
-    hub = trainer([IslandsCallback(atoll.AsyncLocalSGD(inner_steps=3))], 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(ConfigError, match=r"AsyncLocalSGD is asynchronous.* atoll\.run_islands"):
-            hub.fit(Module(), batches(0, 4))
 
 
-def test_an_algorithm_that_steps_by_itself_is_refused():
+def test_an_algorithm_that_steps_by_itself_or_needs_a_hub_is_refused_before_there_is_a_trainer():
     with pytest.raises(ConfigError, match=r"ACCO steps by itself, but Lightning has an optimizer\. Use DiLoCo"):
         IslandsCallback(ACCO(optimizer=AdamW()))
+    with pytest.raises(ConfigError, match=r"AsyncLocalSGD is asynchronous.* atoll\.run_islands"):
+        IslandsCallback(atoll.AsyncLocalSGD(inner_steps=3))
 
 
 def test_one_island_trains_like_a_plain_loop():

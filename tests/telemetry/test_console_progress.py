@@ -95,6 +95,20 @@ def test_lines_about_checkpoints_are_rate_limited_and_count_the_withheld_ones() 
     assert int(second[1]) == int(second[2]) + 1 == pytest.approx(600, abs=2)
 
 
+def attended(round_: int, participating: int) -> Attended:
+    fields = {"known": 3, "alive": 3, "attempts": 1, "epoch": round_, "digest": "", "virtual_time_s": None, "wall_time_s": 0.0}
+    return Attended(round=round_, participating=participating, **fields)
+
+
+def test_a_quorum_without_an_island_has_a_line_once_and_the_next_change_counts_its_commits() -> None:
+    away = [attended(number, 2) for number in range(1, 854)]
+    text = show([*away, attended(854, 3), *(attended(number, 1) for number in range(855, 900))], tick_s=10.0)
+    assert text == (
+        "round 1: 2 of 3 live islands committed (3 known)\n"
+        "round 855: 1 of 3 live islands committed (3 known) (and 852 more since the last such line)\n"
+    )
+
+
 def test_a_resumed_run_shows_how_far_it_is_by_the_progress_of_the_engine(script) -> None:
     rounds = [event for event in script(rounds=10).events() if isinstance(event, RoundFinished)]
     assert "training  ..." in show(rounds[6:])

@@ -1,4 +1,4 @@
-"""The commands that only read: recipes, show, report, evaluate."""
+"""The commands that only read: show, report, evaluate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from inspect import getdoc
 from pathlib import Path
 
 import rich
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from atoll import recipes
+from atoll.cli.main import print_table
 from atoll.cli.recipe_settings import PRESETS, run_of, spec_of, spec_with
 from atoll.core.config.describe_settings import Setting, describe
 from atoll.core.config.json_records import to_json
@@ -34,13 +33,6 @@ from atoll.telemetry.report import report_sections
 from atoll.telemetry.run_progress import read_progress
 from atoll.telemetry.summary import read_summary
 from atoll.telemetry.trace import write_trace
-
-
-def list_recipes() -> None:
-    table = Table("recipe", "what it does", box=None, header_style="bold")
-    for name, make in recipes.ALL.items():
-        table.add_row(name, (getdoc(make) or "").splitlines()[0])
-    print_table(table)
 
 
 def show_recipe(
@@ -80,17 +72,6 @@ def _with_choice(setting: Setting, run: Run) -> str:
     if setting.path not in ("train.precision", "train.compile") or setting.text != "auto":
         return setting.text
     return f"auto (here {str(getattr(run.resolved.train, setting.path.removeprefix('train.'))).lower()})"
-
-
-def print_table(table: Table) -> None:
-    """Folds cells to the width of a terminal. A pipe or a file has no width, so lines stay whole there, without padding."""
-    if sys.stdout.isatty():
-        Console().print(table)
-        return
-    console = Console(width=1000)
-    with console.capture() as printed:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
 
 def report_run(folder: Path, *, as_json: bool) -> None:

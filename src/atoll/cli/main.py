@@ -6,6 +6,7 @@ without a traceback.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import sys
@@ -44,17 +45,30 @@ data = typer.Typer(help="Convert text to token files.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 
+def recipe_summaries() -> dict[str, str]:
+    """The recipes with one line about each, read from their sources: importing them imports torch, which takes seconds."""
+    found: dict[str, str] = {}
+    for name in ("demo", "papers", "toy", "finetune"):
+        source = ast.parse((Path(__file__).parents[1] / "recipes" / f"{name}.py").read_text("utf-8"))
+        functions = [node for node in source.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+        found |= {one.name.replace("_", "-"): (ast.get_docstring(one) or "").partition("\n")[0] for one in functions}
+    return found
+
+
 def _recipe_names() -> list[str]:
-    from atoll.recipes import ALL
-
-    return list(ALL)
+    return list(recipe_summaries())
 
 
-def _setting_paths(context: typer.Context) -> list[str]:
-    """Paths of the recipe and of the engine that the command line names so far, for completion in a shell."""
-    from atoll.cli.recipe_settings import run_of, spec_of
+_TYPES = ("int", "float", "str", "bool", "Path", "any value")
+
+
+def _setting_paths(context: typer.Context, incomplete: str) -> list[str]:
+    """Paths of the recipe and of the engine that the command line names so far, for completion in a shell; behind a path and `=`
+    the words that may stand there."""
+    from atoll.cli.recipe_settings import PRESETS, run_of, spec_of
     from atoll.core.config.describe_settings import Setting, describe
-    from atoll.engines.spec import EngineSettings, spec_named
+    from atoll.engines.spec import EngineSettings, saved_spec, spec_named
+    from atoll.runs.run_settings import candidates
 
     # A parser that waits for the value of --set has not assigned the arguments before it.
     given = context.params
@@ -62,10 +76,14 @@ def _setting_paths(context: typer.Context) -> list[str]:
     engine = given.get("engine") or ("elastic" if given.get("elastic") or given.get("join") else None)
     settings: list[Setting] = []
     with suppress(AtollError):  # a message would stand in the prompt
-        settings += describe(run_of(name, (), None)) if name else []
-        spec = spec_of(name, engine) if name else spec_named(engine) if engine else None
+        settings += describe(run_of(name, (), None), candidates, PRESETS) if name else []
+        folder = given.get("resume")
+        spec = spec_of(name, engine) if name else spec_named(engine) if engine else saved_spec(folder) if folder else None
         settings += [one for one in describe(EngineSettings(spec)) if "." in one.path] if spec else []
-    return [f"{setting.path}=" for setting in settings]
+    if "=" not in incomplete:
+        return [f"{setting.path}=" for setting in settings]
+    words = [(one.path, word) for one in settings for word in one.kind.split(" | ") if word not in _TYPES and word[0] != "["]
+    return [f"{path}={word}" for path, word in words]
 
 
 Settings = Annotated[
@@ -140,6 +158,19 @@ def _takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def print_table(table: Any) -> None:
+    """Folds cells to the width of a terminal. A pipe or a file has no width, so lines stay whole there, without padding."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    console = Console(width=1000)
+    with console.capture() as printed:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in printed.get().splitlines()))
+
+
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # as torch says it
 
 
@@ -167,9 +198,12 @@ def atoll(
 @app.command()
 def recipes() -> None:
     """List the recipes with one line about each."""
-    from atoll.cli.inspect_commands import list_recipes
+    from rich.table import Table
 
-    list_recipes()
+    table = Table("recipe", "what it does", box=None, header_style="bold")
+    for name, about in recipe_summaries().items():
+        table.add_row(name, about)
+    print_table(table)
 
 
 @app.command()
@@ -358,7 +392,8 @@ def sweep(
     seed: Seed = None,
     engine: EngineName = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the cells.", show_default="runs/RECIPE/sweep-DIGEST, by the other settings")
+        Path | None,
+        typer.Option(help="Folder for the cells.", show_default="runs/RECIPE/sweep-DIGEST, by all but the values of the grid"),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -102,10 +101,9 @@ def _meant_for(setting: str, among: Sequence[str]) -> tuple[str | None, str]:
     if not colon:
         return None, setting
     if recipe not in recipes.ALL:
-        near = difflib.get_close_matches(recipe, recipes.ALL, n=1)
-        advice = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(recipes.ALL)}."
         raise ConfigError(
-            f"{shown_text(setting)}: a recipe stands before the colon, and there is none called {shown(recipe)}. {advice}"
+            f"{shown_text(setting)}: a recipe stands before the colon, and there is none called {shown(recipe)}. "
+            f"{recipes.suggestion(recipe)}"
         )
     if recipe not in among:
         raise ConfigError(
@@ -140,8 +138,8 @@ def planned_runs(what: Sequence[str], settings: Sequence[str], seed: int | None)
     unknown = [name for name in names if name not in recipes.ALL and not Path(name).is_file()]
     if unknown:
         raise ConfigError(
-            f"there is no recipe {shown(unknown[0])}, and no run's folder or file of that name. Give the folder of a finished "
-            f"run, a TOML file, or a recipe: {', '.join(recipes.ALL)}. `atoll recipes` says what they do."
+            f"there is no recipe {shown(unknown[0])}, and no run's folder or file of that name. "
+            f"{recipes.suggestion(unknown[0])} Or give the folder of a finished run, or a TOML file."
         )
     for name in names:
         if (engine := described(name).engine) is not None and engine.name != "simulator":

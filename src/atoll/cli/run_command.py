@@ -16,12 +16,13 @@ import typer
 from atoll import recipes
 from atoll.cli.main import RunOptions
 from atoll.cli.recipe_settings import check_imported, planned_runs, run_of, run_settings, spec_of, spec_with
+from atoll.core.config.type_checks import shown_text
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import Evaluated
 from atoll.core.protocols import Sink
 from atoll.core.verified_files import check_digests, expanded
 from atoll.engines import run_lifecycle
-from atoll.engines.extend_run import extend
+from atoll.engines.extend_run import check_can_go_on, extend
 from atoll.engines.run_lifecycle import Faults, Result, check_resumable, discard
 from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
 from atoll.engines.spec import EngineSpec, processes_started, refuse_torchrun, saved_spec, spec_named
@@ -56,11 +57,15 @@ def extended(options: RunOptions, steps: int) -> RunOptions:
     """The options that resume a new folder, in which the finished run of --resume trains for so many more steps. They are checked
     before there is one."""
     if options.resume is None or options.recipe is not None:
-        raise ConfigError(f"--extend {steps} is for a finished run: atoll run --resume DIR --extend {steps}. Leave out a recipe.")
+        leave_out = f" Leave out {shown_text(options.recipe)}." if options.recipe is not None else ""
+        raise ConfigError(f"--extend {steps} is for a finished run: atoll run --resume DIR --extend {steps}.{leave_out}")
     refuse_torchrun(spec_named("simulator"))  # each of its processes would make the folder
     _check_settings(options)
+    finished = RunFolder.open(expanded(options.resume))
+    saved = saved_spec(finished.path)
+    check_can_go_on(finished.path, finished.run, saved)  # before a workload is asked for
     own = None if options.workload is None else load_user_code(options.workload).open()
-    check_resumable(RunFolder.open(expanded(options.resume)), _resumed_spec(options), own)
+    check_resumable(finished, _resumed_spec(options), own)
     folder = extend(options.resume, steps, options.out, sys.argv)
     if not options.quiet:
         print_to_stderr(f"folder: {folder}, which continues {options.resume}")

@@ -14,7 +14,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from atoll.cli.inspect_commands import print_table
+from atoll.cli.main import print_table
 from atoll.core.errors import AtollError, ConfigError
 from atoll.core.events import Evaluated, RoundFinished
 from atoll.core.verified_files import DIGESTS, expanded

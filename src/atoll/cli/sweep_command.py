@@ -17,16 +17,17 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from atoll.cli.inspect_commands import print_table
-from atoll.cli.recipe_settings import run_of, spec_of, spec_with
+from atoll.cli.main import print_table
+from atoll.cli.recipe_settings import described, run_of, spec_of, spec_with
 from atoll.cli.run_command import interruptible, print_to_stderr, sinks_of
+from atoll.core.config.json_records import to_json
 from atoll.core.errors import ConfigError, TrainingDiverged
 from atoll.core.verified_files import expanded, json_digest
 from atoll.engines import run_lifecycle
 from atoll.engines.run_lifecycle import discard
 from atoll.engines.spec import EngineSpec, refuse_torchrun, spec_named
 from atoll.engines.warm_start_training import Cache
-from atoll.runs.folder import RunFolder
+from atoll.runs.folder import RunFolder, folder_name
 from atoll.runs.run_settings import Run, as_recorded
 from atoll.telemetry.summary import Summary, read_summary
 from atoll.telemetry.units import human_bytes, human_count, human_loss, human_time
@@ -60,9 +61,11 @@ def sweep(
 ) -> None:
     """Carry out the cells that are not finished, and show all of them in one table."""
     refuse_torchrun(spec_named("simulator"))
-    # The same command finds its cells again without --out.
-    root = expanded(out or Path("runs") / Path(recipe).stem / f"sweep-{json_digest([sorted(settings), seed, engine])[:8]}")
-    cells = cells_of(recipe, grid, settings, seed, engine, root)
+    axes = axes_of(grid)
+    root = expanded(out or _default_root(recipe, axes, settings, seed, engine))
+    if (holder := next((one for one in (root, *root.absolute().parents) if (one / "run.json").exists()), None)) is not None:
+        raise ConfigError(f"{root} is in {holder}, the folder of a run, where `atoll runs` finds no other. Give another --out.")
+    cells = cells_of(recipe, axes, settings, seed, engine, root)
     again = f"interrupted. Finished cells are kept: the same command{'' if out else f' (or --out {root})'} continues"
     results: list[Summary | str] = []
     cache = Cache()
@@ -93,10 +96,8 @@ def alternatives(text: str) -> list[str]:
     return [ast.get_source_segment(text, item) or "" for item in node.elts]
 
 
-def cells_of(
-    recipe: str, grid: Sequence[str], settings: Sequence[str], seed: int | None, engine: str | None, root: Path
-) -> list[SweepCell]:
-    """All cells, the last setting varying fastest. Every Run is made here: a wrong value must not cost the cells before it."""
+def axes_of(grid: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each setting that varies, by its path."""
     axes: dict[str, list[str]] = {}
     for text in grid:
         path, equals, values = text.partition("=")
@@ -108,12 +109,32 @@ def cells_of(
         axes[path] = found
     if not axes:
         raise ConfigError("no --grid was given: a sweep varies settings, such as --grid algorithm.inner_steps=10,20,50.")
+    return axes
+
+
+def _default_root(
+    recipe: str, axes: Mapping[str, list[str]], settings: Sequence[str], seed: int | None, engine: str | None
+) -> Path:
+    """The same folder for the same command, also when values were added to its grid; another one when a file has changed."""
+    run = described(recipe).run
+    digest = json_digest([to_json(run), repr(spec_of(recipe, engine)), sorted(settings), seed, sorted(axes)])
+    return Path("runs") / folder_name(run.recipe) / f"sweep-{digest[:8]}"
+
+
+def cells_of(
+    recipe: str, axes: Mapping[str, list[str]], settings: Sequence[str], seed: int | None, engine: str | None, root: Path
+) -> list[SweepCell]:
+    """All cells, the last setting varying fastest. Every Run is made here: a wrong value must not cost the cells before it."""
     cells = []
     for combination in itertools.product(*axes.values()):
         chosen = dict(zip(axes, combination, strict=True))
-        given = [*settings, *(f"{path}={value}" for path, value in chosen.items())]
-        spec = spec_with(spec_of(recipe, engine), given, None)
-        run = spec.fitted(run_of(recipe, given, None if "seed" in chosen else seed))
+        varied = [f"{path}={value}" for path, value in chosen.items()]
+        given = [*settings, *varied]
+        try:
+            spec = spec_with(spec_of(recipe, engine), given, None)
+            run = spec.fitted(run_of(recipe, given, None if "seed" in chosen else seed))
+        except ConfigError as error:
+            raise ConfigError(f"the cell {', '.join(varied)}: {error}") from error
         cells.append(SweepCell(settings=chosen, run=run, spec=spec, folder=root / _folder_name(chosen)))
     return cells
 

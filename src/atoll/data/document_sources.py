@@ -98,7 +98,7 @@ class Corpus:
 
 def check_limit_bytes(limit_bytes: int | None) -> None:
     if limit_bytes is not None and limit_bytes < 1:
-        raise ConfigError(f"limit_bytes={limit_bytes} leaves no text. Use a positive number of bytes, or None for all of it.")
+        raise ConfigError(f"limit_bytes={limit_bytes} leaves no text. Use a positive number of bytes, or none for all of it.")
 
 
 def _with_text(documents: Iterator[Document]) -> Iterator[Document]:

@@ -33,7 +33,7 @@ class Text:
         validation_fraction: about this part of the documents is held out. Prepared text is split already.
         validation_corpus: the spec of another text to validate on; then all of `corpus` is for training.
         partition: how examples are divided into shards.
-        limit_bytes: bytes of text to read at most, with a share for every domain; None: all.
+        limit_bytes: bytes of text to read at most, with a share for every domain; none: all.
         eval_batches: validation batches.
         shards: number of shards; none: one per island.
     """

@@ -48,7 +48,7 @@ def extend(folder: str | Path, steps: int, out: str | Path | None = None, comman
         raise ConfigError(f"--extend {steps}: give the number of steps to add, 1 or more.")
     if not finished.finished:
         raise ConfigError(f"{folder} is not finished, and only a finished run is extended. Resume it: atoll run --resume {folder}")
-    _check_can_go_on(finished.path, old, spec)
+    check_can_go_on(finished.path, old, spec)
     assert not isinstance(old.algorithm, AsyncAlgorithm), "those are refused"
     per_round = old.algorithm.steps_per_round
     if steps % per_round:
@@ -65,7 +65,8 @@ def extend(folder: str | Path, steps: int, out: str | Path | None = None, comman
     return target
 
 
-def _check_can_go_on(folder: Path, run: Run, spec: EngineSpec) -> None:
+def check_can_go_on(folder: Path, run: Run, spec: EngineSpec) -> None:
+    """Refuse a run that cannot be extended: its engine, its algorithm or its cluster ends it in a way of its own."""
     if spec.name not in _ENGINES or isinstance(run.algorithm, AsyncAlgorithm):
         what = f"on {spec.name}" if spec.name not in _ENGINES else f"of {type(run.algorithm).__name__}"
         raise ConfigError(

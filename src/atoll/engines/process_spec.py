@@ -36,7 +36,8 @@ class ProcessSpec:
         """Refuse a setting that breaks a rule: its name, whether its value is allowed, and which values are."""
         for name, allowed, rule in rules:
             if not allowed:
-                raise ConfigError(f"engine.{name}={shown_text(str(getattr(self, name)))}: {rule}.")
+                value = getattr(self, name)
+                raise ConfigError(f"engine.{name}={'none' if value is None else shown_text(str(value))}: {rule}.")
 
     def refuse_asynchronous(self, run: Run, rounds: str) -> None:
         if isinstance(run.algorithm, AsyncAlgorithm):

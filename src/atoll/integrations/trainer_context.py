@@ -18,6 +18,7 @@ from atoll.core.errors import ConfigError
 from atoll.core.protocols import Algorithm, Sink
 from atoll.loop.context_manager import Islands, islands
 from atoll.loop.rule_optimizer import unwrap_optimizer
+from atoll.loop.settings import refuse_asynchronous
 from atoll.loop.topology import RankAndSize, hidden_position, hide_torchrun, is_hidden, join
 
 
@@ -97,6 +98,7 @@ class TrainerIslands:
         out: str | Path | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
+        refuse_asynchronous(algorithm)
         if hasattr(algorithm, "optimizer"):
             name = type(algorithm).__name__
             raise ConfigError(

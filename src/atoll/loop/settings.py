@@ -41,11 +41,7 @@ class LoopSettings:
     def __post_init__(self) -> None:
         check_types(self)
         name = type(self.algorithm).__name__
-        if isinstance(self.algorithm, AsyncAlgorithm) and not isinstance(self.algorithm, type):
-            raise ConfigError(
-                f"{name} is asynchronous: it has a hub and no rounds, and this block has no hub. Use DiLoCo, ACCO, DDP or ZeRO1 "
-                f"here; or atoll.run_islands, and start the loop with `atoll run demo-async --engine ray --workload FILE.py:NAME`."
-            )
+        refuse_asynchronous(self.algorithm)
         check_type("algorithm", self.algorithm, Algorithm[Any])
         self._check_optimizer(name)
         if self.limit_s is not None and not self.limit_s > 0:
@@ -160,6 +156,15 @@ class LoopSettings:
         """The settings that all islands must share, as text."""
         optional = [name for name in ("average_buffers", "records") if getattr(self, name)]
         return re.sub(r" at 0x[0-9a-f]+", "", " ".join([repr(self.algorithm), self.finish, *optional]))
+
+
+def refuse_asynchronous(algorithm: Any) -> None:
+    if isinstance(algorithm, AsyncAlgorithm) and not isinstance(algorithm, type):
+        raise ConfigError(
+            f"{type(algorithm).__name__} is asynchronous: it has a hub and no rounds, and this block has no hub. Use DiLoCo, ACCO, "
+            f"DDP or ZeRO1 here; or atoll.run_islands, and start the loop with `atoll run demo-async --engine ray --workload "
+            f"FILE.py:NAME`."
+        )
 
 
 def check_holds(optimizer: torch.optim.Optimizer, module: ModuleWeights) -> None:

@@ -39,7 +39,7 @@ class GPT:
         ffn_multiple: hidden width of the feed-forward layers, in widths.
         tied: whether the output projection is the embedding.
         rope_base: the slowest rotary frequency has a period of about 2 pi times this many positions.
-        vocab_size: rows of the embedding. None: the tokenizer's size. A larger number pads it.
+        vocab_size: rows of the embedding; none: the tokenizer's size. A larger number pads it.
     """
 
     layers: Annotated[int, AtMost(10_000)]
@@ -59,7 +59,7 @@ class GPT:
         if not self.rope_base > 1:
             raise ConfigError(f"rope_base={self.rope_base} must be above 1: frequencies fall from 1 to 1/rope_base. Use 10000.")
         if self.vocab_size is not None and self.vocab_size < 1:
-            raise ConfigError(f"vocab_size={self.vocab_size}: use a positive number, or None for the tokenizer's own.")
+            raise ConfigError(f"vocab_size={self.vocab_size}: use a positive number, or none for the tokenizer's own.")
 
     def build(self, vocab_size: int, seq_len: int, seed: int) -> Decoder:
         """A decoder on the CPU in float32, for a tokenizer of `vocab_size` ids and up to `seq_len` positions.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 
+from atoll.core.config.type_checks import shown
 from atoll.core.errors import ConfigError
 from atoll.recipes.demo import (
     demo_acco,
@@ -27,19 +28,13 @@ from atoll.recipes.papers import acco_36m, acco_125m, async_20m, async_60m, asyn
 from atoll.recipes.toy import toy_async, toy_sync
 from atoll.runs.run_settings import Run
 
-_LOCAL_SGD = (
-    demo_ddp,
-    demo_diloco,
-    demo_streaming,
-    demo_muloco,
-    demo_sparseloco,
-    demo_eager,
-    demo_async,
-    demo_async_naive,
-)  # and DDP, to compare with
-_SHARDED = (demo_zero1, demo_acco, demo_acco_free, demo_dpu, demo_wp, demo_two_level)
+# In the order of their sources, which `atoll recipes` reads.
+_DEMOS = (
+    *(demo_ddp, demo_zero1, demo_acco, demo_acco_free, demo_dpu, demo_wp, demo_diloco, demo_streaming, demo_eager),
+    *(demo_sparseloco, demo_muloco, demo_two_level, demo_async, demo_async_naive),
+)
 _PAPERS = (diloco_60m, diloco_150m, diloco_400m, async_20m, async_60m, async_150m, acco_36m, acco_125m)
-_MAKERS = (*_LOCAL_SGD, *_SHARDED, *_PAPERS, toy_async, toy_sync, finetune)
+_MAKERS = (*_DEMOS, *_PAPERS, toy_async, toy_sync, finetune)
 
 ALL: Mapping[str, Callable[[], Run]] = {make.__name__.replace("_", "-"): make for make in _MAKERS}
 
@@ -48,7 +43,11 @@ __all__ = ["ALL", "recipe", *(make.__name__ for make in _MAKERS)]  # noqa: PLE06
 
 def recipe(name: str) -> Run:
     if name not in ALL:
-        near = difflib.get_close_matches(name, ALL, n=1)
-        advice = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(ALL)}."
-        raise ConfigError(f"there is no recipe {name!r}. {advice} `atoll recipes` describes all of them.")
+        raise ConfigError(f"there is no recipe {shown(name)}. {suggestion(name)} `atoll recipes` describes all of them.")
     return ALL[name]()
+
+
+def suggestion(name: str) -> str:
+    """What to write instead of a name that no recipe has."""
+    near = difflib.get_close_matches(name, ALL, n=1)
+    return f"Did you mean {near[0]}?" if near else f"There are: {', '.join(ALL)}."

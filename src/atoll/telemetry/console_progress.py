@@ -46,6 +46,8 @@ class ConsoleSink(ClosingSink):
         self._text = ""
         self._progress: ev.Progress | None = None  # the last one of training
         self._limiters: dict[type[ev.Event], RateLimiter] = {}
+        self._quorum: tuple[int, ...] = ()
+        """Of the last commit."""
         self._display = None if quiet else ProgressDisplay(title, console, clock)
 
     def emit(self, event: ev.Event) -> None:
@@ -68,14 +70,19 @@ class ConsoleSink(ClosingSink):
                 self._display.close()  # before the last line, which then stays below the bars
             case _:
                 pass
-        line = event_text(event, self._who)
+        line, unchanged = event_text(event, self._who), False
+        if isinstance(event, ev.Attended):  # there are many a second
+            quorum = event.participating, event.alive, event.known, event.attempts
+            unchanged, self._quorum = quorum == self._quorum, quorum
         if line is not None:
             if type(event) not in self._limiters:
                 burst, interval_s = (1, 60.0) if isinstance(event, ev.Saved) else (20, 5.0)
                 self._limiters[type(event)] = RateLimiter(self._clock, burst=burst, interval_s=interval_s)
             limiter = self._limiters[type(event)]
             withheld = limiter.withheld
-            if limiter.allow():
+            if unchanged:
+                limiter.withheld += 1
+            elif limiter.allow():
                 self._display.log(line + (f" (and {withheld} more since the last such line)" if withheld else ""))
 
     def recall(self, events: Iterable[ev.Event]) -> None:

@@ -91,7 +91,7 @@ def recovery(monkeypatch):
             recovery_module, "time", SimpleNamespace(monotonic=lambda: float(registry.reads), sleep=lambda seconds: None)
         )
         leave = lambda: left is not None and left.append(registry.reads)  # noqa: E731
-        membership = SimpleNamespace(leave=leave, network=DirectNetwork(""), ended=ended)
+        membership = SimpleNamespace(leave=leave, network=DirectNetwork("", "127.0.0.1:7000"), ended=ended)
         commits = SimpleNamespace(from_parts=bool)
         return Recovery("a", registry, membership, leader_log, commits, ORIGIN, log, LIMIT_S)
 
@@ -292,14 +292,17 @@ def test_a_state_is_fetched_from_an_island_that_confirmed_it(recovery):
     assert engine.done == ["fetches round 6 from y"]
 
 
-@pytest.mark.parametrize("go_on", ["initialize", "catch_up", "confirm"])
-def test_without_a_registry_and_a_holder_of_the_state_an_island_ends_with_an_error(recovery, go_on):
+@pytest.mark.parametrize(
+    ("go_on", "limit_s"), [("initialize", recovery_module.JOINER_LIMIT_S), ("catch_up", LIMIT_S), ("confirm", LIMIT_S)]
+)
+def test_without_a_registry_and_a_holder_of_the_state_an_island_ends_with_an_error(recovery, go_on, limit_s):
     registry, engine = Registry(reachable_since_s=math.inf), Engine()
     with closing(serving("b", NOW)) as behind:
         engine.peer_addresses = {"b": behind.address} if go_on != "initialize" else {}
-        with pytest.raises(MembershipLost, match="a waited 10 s for an island that has the run's state"):
+        message = f"a waited {limit_s:.0f} s for an island that has the run's state.* the run's address 127.0.0.1:7000. .*run over"
+        with pytest.raises(MembershipLost, match=message):
             go(recovery(registry, None), go_on, engine)
-    assert registry.reads == LIMIT_S + 1
+    assert registry.reads == limit_s + 1
     assert engine.done == []
 
 

@@ -27,6 +27,11 @@ class DirectNetwork:
     standbys: Sequence[str] = ()
     """Standby rendezvous that this island knew when it joined."""
 
+    @property
+    def run_address(self) -> str:
+        """Where this island looks for the run, for messages."""
+        return self.registry
+
     def places(self, info: JoinInfo) -> Sequence[tuple[str, str]] | None:
         """The registries and lighthouses of the run, where this island has joined it at its registry and fetched this; the first
         that answers is used. None: no standby is ever used."""

@@ -221,8 +221,13 @@ class GatewayNetwork(DirectNetwork):
                 if client is self._client:
                     raise
                 errors.append(error)
-        where = ", ".join(address for client in self._clients.values() for address in client.addresses)
-        raise ExchangeFailed(f"no gateway answers at {where}: {errors[0]}. Is the run's first machine up?") from errors[0]
+        raise ExchangeFailed(f"no gateway answers at {self.run_address}: {errors[0]}. Is the run's first machine up?") from errors[
+            0
+        ]
+
+    @property
+    def run_address(self) -> str:
+        return ", ".join(address for client in [*self._clients.values()] for address in client.addresses)
 
     @property
     def registries(self) -> str:

@@ -227,7 +227,7 @@ class JoinerScreen:
     def open(self, recipe: str, folder: Path, name: str) -> ConsoleSink:
         """The joiner has found the run. From now on it also keeps a log, in this folder."""
         self._path = (folder / f"atoll-{name}.log").absolute()
-        self.log(f"joined the run of {recipe} as {name}; log: {self._path}")
+        self.log(f"found the run of {recipe}, and joins it as {name}; log: {self._path}")
         self._console = ConsoleSink(recipe)
         return self._console
 

@@ -27,6 +27,8 @@ _ALONE_S = UNREGISTERED_S
 """How long no island has reported a state, before this one takes itself for the last."""
 _FETCH_LIMIT_S = 60.0
 """Without a byte."""
+JOINER_LIMIT_S = 30.0
+"""How long a joiner without a state waits while nothing answers at the run's address: the run may be over."""
 
 
 class NoState(CheckpointError):
@@ -39,7 +41,8 @@ class Recovery:
     Args:
         commit_log: takes over the donor's recent commits.
         origin: of this island's run, data and software, which the donor's must equal.
-        limit_s: how long this island waits while neither the registry nor an island with the state answers.
+        limit_s: how long this island waits while neither the registry nor an island with the state answers; a joiner that has no
+            state yet waits for `JOINER_LIMIT_S`.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Recovery:
     def initialize(self, engine: ElasticEngine, stateless_since_s: float = math.inf) -> str:
         """Give a new process its state. Returns what that is, in words. Raises NoState if no state can be read, and MembershipLost
         if no island is left that could have one. By default it observes from now on whether an island reports a state."""
-        with log_while_waiting(self._log, "looking for an island that has the run's state, or fetching it"):
+        with log_while_waiting(self._log_silence, "looking for an island that has the run's state, or fetching it"):
             try:
                 # Checkpoints are only counted here: a damaged one is harmless while another island has the state.
                 if self._starts_runs and self._leader_log is not None and self._leader_log.checkpoints.rounds():
@@ -84,6 +87,11 @@ class Recovery:
                 return found or self._initial_weights(engine)
             except CheckpointError as error:
                 raise NoState(str(error)) from error
+
+    def _log_silence(self, text: str) -> None:
+        """Log this, and whether the run's address is silent meanwhile."""
+        silent = self._registry.reachable_since_s == math.inf
+        self._log(f"{text}; nothing answers at the run's address {self._membership.network.run_address}" if silent else text)
 
     def catch_up(self, engine: ElasticEngine, target: StateVersion, holders: Collection[str] = ()) -> None:
         """Bring an engine to the version that the processes `holders` have, or a newer one. The island leaves the quorum when a
@@ -147,7 +155,7 @@ class Recovery:
                 # Another island that came back at the same time may just have restored that checkpoint.
                 if found or not _holds([*self._holders(engine), *self._registered()], at_least):
                     return found
-            self._wait(exists)
+            self._wait(exists, self._limit_s)
 
     def _is_last(self, engine: ElasticEngine, holders: Collection[str]) -> bool:
         """Whether no other process may go on from this run's state. If some may, it logs which, every so often."""
@@ -164,16 +172,17 @@ class Recovery:
             )
         return not awaited
 
-    def _wait(self, exists: bool) -> None:
+    def _wait(self, exists: bool, limit_s: float) -> None:
         """Wait for a moment. Raises MembershipLost if no island has been known to have the state, and the registry has not been
-        readable, for too long."""
+        readable, for longer than the limit."""
         now_s = time.monotonic()
         if exists or self._registry.reachable_since_s <= now_s:
             self._answered_s = now_s
-        elif now_s - self._answered_s > self._limit_s:
+        elif now_s - self._answered_s > limit_s:
             raise MembershipLost(
-                f"{self._name} waited {self._limit_s:.0f} s for an island that has the run's state, and no process answers at the "
-                f"run's address. Saved checkpoints stand. Is the run over, or its first machine down?"
+                f"{self._name} waited {limit_s:.0f} s for an island that has the run's state, and no process answers at the run's "
+                f"address {self._membership.network.run_address}. Saved checkpoints stand. Is the run over, or its first machine "
+                f"down?"
             )
         time.sleep(_POLL_S)
 
@@ -260,7 +269,7 @@ class Recovery:
         if self._leader_log is None or not self._starts_runs:
             self._answered_s = time.monotonic()
             while not (found := self._fetch_newest(engine, NO_VERSION)):
-                self._wait(bool(self._holders(engine)))
+                self._wait(bool(self._holders(engine)), JOINER_LIMIT_S)
                 self._registry.refresh()
             return found
         if self._leader_log.has_begun:
