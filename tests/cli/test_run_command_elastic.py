@@ -218,8 +218,8 @@ def lines_of(process, log):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_copy", [False, True])
-def test_a_joiner_that_gets_a_sigterm_when_the_first_machine_is_lost_saves_the_state(tmp_path, has_copy):
+@pytest.mark.parametrize(("has_copy", "number"), [(False, signal.SIGHUP), (True, signal.SIGTERM)])
+def test_a_joiner_that_gets_a_signal_when_the_first_machine_is_lost_saves_the_state(tmp_path, has_copy, number):
     folder, rescue = tmp_path / "run", tmp_path / "rescue"
     saves = ["--out", rescue] if has_copy else ["--set", f"engine.rescue_dir={rescue}"]
     delay = ["--set", "engine.step_delay=0.1", "--set", "train.steps=4000"]
@@ -230,7 +230,7 @@ def test_a_joiner_that_gets_a_sigterm_when_the_first_machine_is_lost_saves_the_s
             until(lambda: events(folder, Attended)[-1].participating == 2, "a commit with the joiner", machine)
             for pid in (machine.pid, child_of(folder, "rendezvous")[0], process_of(folder, "island-0000")):
                 os.kill(pid, signal.SIGKILL)
-            joiner.send_signal(signal.SIGTERM)
+            joiner.send_signal(number)
             code, _, err = end_of(joiner)
     assert code == 130, err
     assert f"in {rescue}" in err

@@ -44,7 +44,7 @@ from atoll.engines.elastic.standby import SecuredStandby, TrustedStandby
 from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervised_process import STATELESS
 from atoll.engines.elastic.supervisor import ProcessHooks, Supervisor
-from atoll.engines.liveness import append_log_line, exit_with, log_while_waiting, write_log_line
+from atoll.engines.liveness import append_log_line, exit_with, interrupted_by_signals, log_while_waiting, write_log_line
 from atoll.engines.network_interfaces import LOOPBACK, free_port, is_dialled, is_loopback
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import read_spec, with_settings, write_spec
@@ -235,12 +235,14 @@ class JoinerScreen:
         if self._path is not None:
             append_log_line(self._path, line)
         if not line.startswith(COMMITTED):
-            sys.stderr.write(f"{line}\n")
+            with suppress(OSError):  # the terminal may be gone
+                sys.stderr.write(f"{line}\n")
 
     def close(self, line: str = "") -> None:
         """The joiner ends, with this closing line if it has succeeded."""
         if self._console is not None:
-            self._console.close()
+            with suppress(OSError):
+                self._console.close()
         if line:
             self.log(line)
 
@@ -285,15 +287,8 @@ def join_run(
     devices = spec.devices if "engine.devices" in given else None
     standby = spec.listen if "engine.listen" in given else None
     joiner = Joiner(file, spec.join_timeout_s, devices, spec.rescue_dir, None if out is None else expanded(out), standby)
-    signal.signal(signal.SIGTERM, _interrupt)
-    run_island(address, name, None, joiner=joiner, code=code)
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    """A service manager ends a joiner with SIGTERM, and the joiner leaves the run as after Ctrl-C. A second signal must not
-    interrupt the rescue of the state."""
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    with interrupted_by_signals():
+        run_island(address, name, None, joiner=joiner, code=code)
 
 
 def _check_standby(spec: Elastic, file: JoinFile | None, out: Path | None) -> None:
