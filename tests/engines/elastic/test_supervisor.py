@@ -1,5 +1,6 @@
 """The supervisor restarts processes that die, and passes on the events of the log."""
 
+import errno
 import os
 import re
 import signal
@@ -257,6 +258,49 @@ def test_a_warning_of_an_island_is_shown_once_and_not_that_of_an_earlier_run(tmp
     marker.touch()
     thread.join(30.0)
     assert logged == ["island-0000: round 4 is not in the event log yet"]
+
+
+def test_logs_that_cannot_be_read_do_not_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "_LOOK_S", 0.0)
+
+    def unreadable(self):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Child, "new_warnings", unreadable)
+    marker = tmp_path / "done"
+    supervisor, logged = supervised(tmp_path, WAITS.format(marker=str(marker)))
+    supervisor._tail._path.unlink()
+    supervisor._tail._path.mkdir()
+    thread = running(supervisor)
+    until(lambda: len(logged) >= 3)
+    supervisor._tail._path.rmdir()
+    supervisor._tail._path.write_text(lines(STARTED, FINISHED))
+    marker.touch()
+    thread.join(30.0)
+    assert supervisor.islands[0].exit_code == 0
+    assert sorted(logged) == [
+        *(f"{name}: its log cannot be read ([Errno 5] Input/output error)" for name in ("island-0000", "lighthouse")),
+        f"the events of {tmp_path} cannot be shown ([Errno 21] Is a directory: '{tmp_path}/events.jsonl'); the run goes on",
+    ]
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path):
+    """Its events and its messages cannot be shown."""
+
+    def gone(shown):
+        raise OSError(errno.EIO, "Input/output error")
+
+    supervisor, _ = supervised(tmp_path, FAILS_ONCE.format(seen=str(tmp_path / "seen"), says="", ends="sys.exit(1)"))
+    islands, rendezvous = supervisor.islands, supervisor.rendezvous
+    supervisor = supervisor_of(tmp_path, gone)
+    supervisor.islands, supervisor.rendezvous, supervisor._tail._sink, supervisor._tail._at = (
+        islands,
+        rendezvous,
+        SimpleNamespace(emit=gone),
+        0,
+    )
+    supervisor.run()
+    assert islands[0].starts == 2
 
 
 SERVER = """

@@ -85,7 +85,8 @@ class Supervisor:
         self._folder, self._hooks = task.folder.path, hooks
 
         def log(text: str) -> None:
-            task.log(text)
+            with suppress(OSError):  # the terminal may be gone
+                task.log(text)
             append_log_line(log_of(self._folder, "supervisor"), text)
 
         self._log: Callable[[str], object] = log
@@ -135,7 +136,7 @@ class Supervisor:
             while not all(child.exit_code == 0 or child.given_up for child in self.islands):
                 self._step()
                 time.sleep(_POLL_S)
-            self._tail.follow()
+            self._follow()
         finally:
             self.health.close()
             _stop(self._children)
@@ -160,15 +161,26 @@ class Supervisor:
             ended = child.exit_code is not None and (child.exit_code or child is self.rendezvous)
             if ended and not child.given_up:
                 self._restart(child)
-        self._tail.follow()
+        self._follow()
         self._hooks.step(time.monotonic(), {child.name: child.process for child in self._children if child.process is not None})
+
+    def _follow(self) -> None:
+        """Show new events. Logs that cannot be read, or a terminal that is gone, end no island."""
+        try:
+            self._tail.follow()
+        except OSError as error:
+            self._warn(f"the events of {self._folder} cannot be shown ({error}); the run goes on")
 
     def _look(self) -> None:
         """Rotate the processes' logs, and show their warnings and a full disk."""
         if problem := self._disk.problem():
             self._warn(problem)
         for child in self._children:
-            for text in child.new_warnings():
+            try:
+                warnings = child.new_warnings()
+            except OSError as error:
+                warnings = [f"its log cannot be read ({error})"]
+            for text in warnings:
                 self._warn(f"{child.name}: {text}")
             rotate_log(child.log, in_use=True)
 
