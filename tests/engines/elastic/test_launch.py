@@ -129,7 +129,7 @@ def test_an_island_of_the_first_machine_takes_the_run_from_its_folder_and_not_fr
     own = JoinInfo(run, SECURED, "127.0.0.1:1", f"127.0.0.1:{port}", run_id_of(tmp_path))
     (tmp_path / "join_info.json").write_text(own.to_text())
     store.set("join_info", replace(own, run=replace(run, recipe="evil"), lighthouse="127.0.0.1:2").to_text())
-    info, network = launch.find_run(own.registry, "island-0000", tmp_path, launch.Joiner())
+    info, network = launch.find_run(own.registry, "island-0000", tmp_path, launch.Joiner(), pytest.fail)
     with closing(network):
         assert (info.to_text(), network.lighthouse) == (own.to_text(), own.lighthouse)
 

@@ -112,7 +112,7 @@ class IslandProcess:
         self.status.standby = standby
         self._server = SnapshotServer(network.host, self.status.to_json, network=network)
         self.status.address = network.address_of(self._server.port)
-        network.serve(self._server.adopt)
+        network.serve(self._server.adopt, self._log)
         self._registry = Registry(network, self.status, self._log, network.places(join_info))
         limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
         self._membership = Membership(self.status, network, limit_s, self._log, self._server, self._registry.ended)

@@ -32,6 +32,7 @@ from atoll.core.verified_files import expanded
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayNetwork, joiner_network, local_network
+from atoll.engines.elastic.gateway_protocol import WrongGateway
 from atoll.engines.elastic.gpu_claims import claim_devices
 from atoll.engines.elastic.island import COMMITTED, Interpose, IslandOutput, IslandProcess
 from atoll.engines.elastic.leader_event_log import refuse_folders
@@ -321,9 +322,17 @@ def run_island(
         end_with_supervisor()
     screen = JoinerScreen() if folder is None else None
     write_line: Callable[[str], object] = screen.log if screen is not None else log
+    no_gateway: list[Exception] = []
+
+    def refused(error: Exception) -> None:
+        if not isinstance(error, WrongGateway):
+            exit_with(error, sys.stderr)
+        no_gateway.append(error)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # the island saves its state
+
     try:
         joiner = joiner or Joiner()
-        join_info, network = find_run(address, name, folder, joiner)
+        join_info, network = find_run(address, name, folder, joiner, refused)
         torch.set_num_threads(join_info.run.cluster.threads_per_island)
         write_line(f"{name} on {platform.node()} ({network.host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         gc.freeze()  # each change of members collects garbage while others wait, and imported modules are none
@@ -371,7 +380,8 @@ def run_island(
     except BaseException as error:
         if screen is not None:
             screen.close()
-        exit_with(error, sys.stderr, code=1 if is_disk_full(error) else None)
+        why = no_gateway[0] if no_gateway else error
+        exit_with(why, sys.stderr, code=1 if is_disk_full(error) else None)
     sys.stdout.flush()
     os._exit(0)  # threads of the communication may still wait for a peer
 
@@ -436,13 +446,11 @@ def run_rendezvous(join_info: Path, address: str) -> NoReturn:
         rendezvous.close()
 
 
-def find_run(address: str, name: str, folder: Path | None, joiner: Joiner) -> tuple[JoinInfo, DirectNetwork]:
+def find_run(
+    address: str, name: str, folder: Path | None, joiner: Joiner, refused: Callable[[Exception], object]
+) -> tuple[JoinInfo, DirectNetwork]:
     """What the run at this address is, and the network of its island of this name. A joiner has no `folder`, and may know several
-    addresses."""
-
-    def refused(error: Exception) -> NoReturn:
-        exit_with(error, sys.stderr)
-
+    addresses. `refused` is called if the gateway refuses the island for good."""
     if folder is not None:
         registry, run_id = RegistryClient(address), run_id_of(folder)
         with log_while_waiting(log, f"waiting for the run at {address}"):
@@ -455,7 +463,7 @@ def find_run(address: str, name: str, folder: Path | None, joiner: Joiner) -> tu
         if joiner.file is not None:
             joined = joiner_network(joiner.file, name, refused)
             run_id = joiner.file.credentials.run_id
-            info, found = fetch_join_info(joined.registries, joiner.timeout_s, run_id, joined.check)
+            info, found = fetch_join_info(joined.registries, joiner.timeout_s, run_id, joined)
             if info.run_digest != joiner.file.run:
                 joined.close()
                 raise ConfigError(
@@ -477,14 +485,15 @@ def find_run(address: str, name: str, folder: Path | None, joiner: Joiner) -> tu
 
 
 def fetch_join_info(
-    addresses: str, timeout_s: float, run_id: str | None = None, check: Callable[[], object] = lambda: None
+    addresses: str, timeout_s: float, run_id: str | None = None, network: GatewayNetwork | None = None
 ) -> tuple[JoinInfo, str]:
-    """What the run at the first of these addresses that answers is, and that address. Refuses another run than that of this id.
-    `check` raises ExchangeFailed while the run cannot be reached."""
-    registries = {address: RegistryClient(address) for address in addresses.split(",")}
+    """What the run at the first of these addresses that answers is, and that address. Refuses another run than that of this
+    id."""
+    registries = {address: RegistryClient(address, network=network) for address in addresses.split(",")}
 
     def fetch() -> tuple[JoinInfo, str]:
-        check()
+        if network is not None:
+            network.check()
         missing: ExchangeFailed | None = None
         for address, registry in registries.items():
             try:
