@@ -3,11 +3,13 @@
 import errno
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -25,6 +27,7 @@ from atoll.engines.elastic import launch, rendezvous_health, supervisor as super
 from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
+from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.spec import Elastic, JoinInfo, island_name
 from atoll.engines.elastic.supervised_process import REFUSED, STATELESS, Backoff, Child
 from atoll.engines.elastic.supervisor import (
@@ -386,6 +389,36 @@ def test_on_a_full_disk_no_island_is_given_up_and_the_run_finishes_when_there_is
     full = f"the disk of {where} is full \\(0 B free, No space left on device\\): no checkpoint.*Free space there"
     assert any(re.match(full, text) for text in logged), logged
     assert any(re.match(f"island-0000 has died \\(exit code 1\\) and is restarted.*: {full}", text) for text in logged), logged
+
+
+def test_the_end_of_a_run_whose_folder_is_lost_says_where_the_state_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(supervisor_module, "BACKOFF", Backoff(0.0, 0.05, 0.1, 60.0))
+    folder, marker = tmp_path / "run", tmp_path / "lost"
+    waits = WAITS.format(marker=str(marker))
+    supervisor, logged = supervised(folder, f"{waits}\nraise SystemExit(1)", f"{waits}\nraise SystemExit(5)")
+    store = open_store(HOST, int(supervisor.address.rpartition(":")[2]))
+    status = IslandStatus("island-0001", True)
+    status.waiting = "it saved round 7 in /elsewhere."
+    RegistryClient(supervisor.address).register(status)
+    for one in supervisor._children:
+        one.log = folder / "logs" / one.log.name
+
+    def lose_the_folder():
+        until(lambda: all(one.starts for one in supervisor.islands))
+        shutil.rmtree(folder)
+        until(lambda: logged)
+        marker.touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        losing = pool.submit(lose_the_folder)
+        with pytest.raises(IslandFailed) as ended:
+            supervisor.run()
+        losing.result()
+    assert str(ended.value) == f"{folder} cannot be written. it saved round 7 in /elsewhere.", store
+    assert logged[0].startswith(f"{folder} cannot be written: No such file or directory. Make it writable again; the run goes on")
+    assert "island-0001 has ended: it saved round 7 in /elsewhere." in logged
+    assert not folder.exists(), "it was not made anew"
 
 
 REFUSES = "print('error: my card is broken.'); raise SystemExit(2)"

@@ -34,7 +34,7 @@ from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayNetwork, joiner_network, local_network
 from atoll.engines.elastic.gateway_protocol import WrongGateway
 from atoll.engines.elastic.gpu_claims import claim_devices
-from atoll.engines.elastic.island import COMMITTED, Interpose, IslandOutput, IslandProcess
+from atoll.engines.elastic.island import COMMITTED, FolderLost, Interpose, IslandOutput, IslandProcess
 from atoll.engines.elastic.leader_event_log import refuse_folders
 from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, check_free
@@ -43,7 +43,7 @@ from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
 from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
 from atoll.engines.elastic.standby import SecuredStandby, TrustedStandby
 from atoll.engines.elastic.state_version import refuse_unreplicated
-from atoll.engines.elastic.supervised_process import STATELESS
+from atoll.engines.elastic.supervised_process import RESCUED, STATELESS
 from atoll.engines.elastic.supervisor import ProcessHooks, Supervisor
 from atoll.engines.liveness import append_log_line, exit_with, interrupted_by_signals, log_while_waiting, write_log_line
 from atoll.engines.network_interfaces import LOOPBACK, free_port, is_dialled, is_loopback
@@ -375,6 +375,8 @@ def run_island(
             screen.close(f"finished: {name} {opened[0].outcome}. The results are in the run's own folder{copy}")
     except NoState as error:  # another island may have the state that this one could not read
         exit_with(error, sys.stderr, code=STATELESS)
+    except FolderLost as error:
+        exit_with(error, sys.stderr, code=RESCUED)
     except CheckpointError as error:  # in the middle of the run: the supervisor restarts the island
         exit_with(error, sys.stderr, code=1)
     except BaseException as error:

@@ -23,12 +23,12 @@ from atoll.core.events import read_event
 from atoll.core.protocols import Sink
 from atoll.core.verified_files import read_kept, write_record, write_text
 from atoll.engines.elastic.gateway_client import machine_client
-from atoll.engines.elastic.leader_event_log import PROCESSES_FILE, QUORUM_FILE
+from atoll.engines.elastic.leader_event_log import PROCESSES_FILE, QUORUM_FILE, write_error
 from atoll.engines.elastic.rendezvous import ENDS_KEPT, RegistryClient
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.run_identity import run_id_of
 from atoll.engines.elastic.spec import JOIN_INFO, Elastic, JoinInfo, island_name
-from atoll.engines.elastic.supervised_process import BACKOFF, Child
+from atoll.engines.elastic.supervised_process import BACKOFF, RESCUED, Child
 from atoll.engines.liveness import Heartbeat, append_log_line, last_error, last_lines, rotate_log
 from atoll.engines.network_interfaces import LOOPBACK, free_port
 from atoll.engines.run_lifecycle import RunTask
@@ -46,8 +46,6 @@ _LOOK_S = 2.0
 """Between two looks at the disk and at the processes' logs."""
 _REPEAT_S = 60.0
 """The same warning is shown again after this time."""
-_SPACE_BYTES = 1 << 16
-"""A disk that has no room for so much is full."""
 
 
 class IslandFailed(AtollError):
@@ -87,7 +85,8 @@ class Supervisor:
         def log(text: str) -> None:
             with suppress(OSError):  # the terminal may be gone
                 task.log(text)
-            append_log_line(log_of(self._folder, "supervisor"), text)
+            if self._folder.is_dir():  # else this would make an empty one
+                append_log_line(log_of(self._folder, "supervisor"), text)
 
         self._log: Callable[[str], object] = log
         self._disk = DiskSpace(self._folder)
@@ -141,6 +140,8 @@ class Supervisor:
             self.health.close()
             _stop(self._children)
             ends.close()
+        if saved := "; ".join(child.given_up for child in self.islands if child.exit_code == RESCUED):
+            raise IslandFailed(f"{self._folder} cannot be written. {saved}")
         if not RunFolder(self._folder).finished:
             lost = "; ".join(f"{child.name}: {child.given_up}" for child in self.islands if child.given_up)
             raise IslandFailed(
@@ -203,11 +204,19 @@ class Supervisor:
             child.deaths += 1
             child.restart_s = time.monotonic() + BACKOFF.delay_s(child.deaths)
             self._warn(f"{child.name} cannot be restarted yet: {error}")
+            if any(other.exit_code == RESCUED for other in self.islands):
+                child.given_up = str(error)
             return
         if child is self.rendezvous:
             self.health.restarted()
 
     def _plan_restart(self, child: Child) -> None:
+        if child.exit_code == RESCUED:
+            child.given_up = "See the folders atoll-rescue-* here."
+            with suppress(ExchangeFailed, KeyError):  # its log may be lost
+                child.given_up = RegistryClient(self._registry).statuses([child.name])[child.name].waiting
+            self._log(f"{child.name} has ended: {child.given_up}")
+            return
         problem = self._disk.problem()
         # An island that was started later looks for the state itself.
         alone = not any(other.is_alive and other.started_s < child.started_s for other in self.islands)
@@ -225,31 +234,26 @@ class Supervisor:
 
 
 class DiskSpace:
-    """Whether the disk of a folder is full. A quota shows only when a file is written."""
+    """Whether a run's folder can be written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def problem(self) -> str:
-        """The path and the room that is left, in words; empty if there is room."""
-        probe = self._folder / f".space-{secrets.token_hex(4)}"
-        try:
-            with probe.open("xb", buffering=0) as file:
-                left = _SPACE_BYTES
-                while left:  # a nearly full disk takes a part
-                    left -= file.write(bytes(left)) or 0
-        except OSError as error:
-            if not is_disk_full(error):
-                return ""  # the processes that write there report it
-            free = human_bytes(shutil.disk_usage(self._folder).free)
+        """Why it cannot be, in words; empty if it can."""
+        error = write_error(self._folder)
+        if error is None:
+            return ""
+        if not is_disk_full(error):
             return (
-                f"the disk of {self._folder} is full ({free} free, {error.strerror}): no checkpoint and no log can be written. "
-                f"Free space there; the run goes on, and finishes when there is room"
+                f"{self._folder} cannot be written: {error.strerror or error}. Make it writable again; the run goes on, and if the "
+                f"folder is still lost at its end, the islands save the state in another folder"
             )
-        finally:
-            with suppress(OSError):
-                probe.unlink()
-        return ""
+        free = human_bytes(shutil.disk_usage(self._folder).free)
+        return (
+            f"the disk of {self._folder} is full ({free} free, {error.strerror}): no checkpoint and no log can be written. "
+            f"Free space there; the run goes on, and finishes when there is room"
+        )
 
 
 def _kept(former: str, host: str, *others: str) -> str:
