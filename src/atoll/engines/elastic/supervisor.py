@@ -140,8 +140,8 @@ class Supervisor:
             self.health.close()
             _stop(self._children)
             ends.close()
-        if saved := "; ".join(child.given_up for child in self.islands if child.exit_code == RESCUED):
-            raise IslandFailed(f"{self._folder} cannot be written. {saved}")
+        if saved := [child.given_up for child in self.islands if child.exit_code == RESCUED]:
+            raise IslandFailed(f"the run in {self._folder} is not finished: {saved[-1]}")
         if not RunFolder(self._folder).finished:
             lost = "; ".join(f"{child.name}: {child.given_up}" for child in self.islands if child.given_up)
             raise IslandFailed(
@@ -212,10 +212,10 @@ class Supervisor:
 
     def _plan_restart(self, child: Child) -> None:
         if child.exit_code == RESCUED:
-            child.given_up = "See the folders atoll-rescue-* here."
+            child.given_up = "the run's folder cannot be written, and the state is saved in a folder atoll-rescue-* here."
             with suppress(ExchangeFailed, KeyError):  # its log may be lost
                 child.given_up = RegistryClient(self._registry).statuses([child.name])[child.name].waiting
-            self._log(f"{child.name} has ended: {child.given_up}")
+            self._warn(f"{child.name}: {child.given_up}")  # as EndReports may have
             return
         problem = self._disk.problem()
         # An island that was started later looks for the state itself.
