@@ -43,11 +43,11 @@ SETS = [part for setting in SETTINGS for part in ("--set", setting)]
 
 
 @contextmanager
-def running(*arguments):
+def running(*arguments, program=("-m", "atoll")):
     """The command, in a session and a folder of its own, where a joiner's log is; what is left of it is killed."""
     folder = tempfile.TemporaryDirectory()
     process = subprocess.Popen(
-        [sys.executable, "-m", "atoll", *map(str, arguments)],
+        [sys.executable, *program, *map(str, arguments)],
         cwd=folder.name,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -218,8 +218,8 @@ def lines_of(process, log):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_copy", [False, True])
-def test_a_joiner_that_gets_a_sigterm_when_the_first_machine_is_lost_saves_the_state(tmp_path, has_copy):
+@pytest.mark.parametrize(("has_copy", "number"), [(False, signal.SIGHUP), (True, signal.SIGTERM)])
+def test_a_joiner_that_gets_a_signal_when_the_first_machine_is_lost_saves_the_state(tmp_path, has_copy, number):
     folder, rescue = tmp_path / "run", tmp_path / "rescue"
     saves = ["--out", rescue] if has_copy else ["--set", f"engine.rescue_dir={rescue}"]
     delay = ["--set", "engine.step_delay=0.1", "--set", "train.steps=4000"]
@@ -230,13 +230,49 @@ def test_a_joiner_that_gets_a_sigterm_when_the_first_machine_is_lost_saves_the_s
             until(lambda: events(folder, Attended)[-1].participating == 2, "a commit with the joiner", machine)
             for pid in (machine.pid, child_of(folder, "rendezvous")[0], process_of(folder, "island-0000")):
                 os.kill(pid, signal.SIGKILL)
-            joiner.send_signal(signal.SIGTERM)
+            joiner.send_signal(number)
             code, _, err = end_of(joiner)
     assert code == 130, err
     assert f"in {rescue}" in err
     last = events(rescue, Attended)[-1].round
     assert last >= rounds(folder)[-1] - 1
     assert any((rescue / "checkpoints").glob(f"*{last}")), "it need not train again what it had saved in its last interval"
+
+
+SOON = """
+from atoll.core.library_logs import quieten
+quieten()
+from atoll.engines.elastic import gateway_client
+gateway_client._WRONG_S = 1.0
+from atoll.cli.main import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_after_a_rotation_a_joiner_says_so_saves_the_state_and_ends_and_the_first_machine_goes_on(tmp_path):
+    folder, rescue, file = tmp_path / "run", tmp_path / "rescue", tmp_path / "join.json"
+    where = f"127.0.0.1:{free_port('127.0.0.1')}"
+    secured = ["--set", f"engine.listen={where}", "--set", f"engine.advertise={where}"]
+    delay = ["--set", "engine.step_delay=0.1", "--set", "train.steps=4000"]
+    with running("run", "toy-sync", *SETS, *delay, *secured, "--elastic", "--processes", 1, "--out", folder) as machine:
+        until(lambda: len(rounds(folder)) >= 2, "a round", machine)
+        launch.invite_joiner(folder, file, None, rotate=False)
+        joins = ["run", "--join", file, "--set", f"engine.rescue_dir={rescue}"]
+        with running(*joins, program=["-c", SOON]) as joiner:
+            until(lambda: events(folder, Attended)[-1].participating == 2, "a commit with the joiner", machine)
+            launch.invite_joiner(folder, None, None, rotate=True)
+            code, _, err = end_of(joiner)
+        last = rounds(folder)[-1]
+        until(lambda: rounds(folder)[-1] > last + 2, "a commit of the first machine alone", machine)
+    assert code == 2, err
+    assert f"the gateway at {where} shows a certificate that is not of " in err
+    assert "ask for a new join file" in err
+    assert err.rstrip().endswith("This island has found no gateway of its run for 1 s, and ends.")
+    assert f"in {rescue}" in err
+    assert rounds(rescue)
+    assert "TCPStore" not in err
+    assert len(err.splitlines()) < 20
 
 
 @pytest.mark.slow

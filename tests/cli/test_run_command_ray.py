@@ -380,11 +380,21 @@ def test_a_run_whose_checkpoints_are_removed_is_not_restarted_without_a_message(
     assert (folder / "events.jsonl").read_bytes() == log
 
 
-def test_sigterm_ends_a_run_as_ctrl_c_does():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_a_closed_terminal_end_a_run_as_ctrl_c_does(number):
+    before, stopped = signal.getsignal(number), []
+
+    def run():
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            os.kill(os.getpid(), number)  # a shell that closes repeats the terminal's signal
+            stopped.append("its processes")
+
     with pytest.raises(typer.Exit), interruptible(None, Ray()):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
+        run()
+    assert stopped == ["its processes"]
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from atoll.core.protocols import Sink
 from atoll.core.verified_files import check_digests, expanded
 from atoll.engines import run_lifecycle
 from atoll.engines.extend_run import check_can_go_on, extend
+from atoll.engines.liveness import interrupted_by_signals
 from atoll.engines.run_lifecycle import Faults, Result, check_resumable, discard
 from atoll.engines.simulator.virtual_time_estimate import time_on_slower_links
 from atoll.engines.spec import EngineSpec, processes_started, refuse_torchrun, saved_spec, spec_named
@@ -232,16 +232,14 @@ def print_to_stderr(line: str) -> None:
 
 @contextmanager
 def interruptible(folder: Path | None, spec: EngineSpec, advice: str = "") -> Iterator[None]:
-    """Ctrl-C ends a run with a line on how to resume it, or with other advice; SIGTERM too where the engine's processes must be
-    stopped."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if spec.stops_processes else None
+    """Ctrl-C ends a run with a line on how to resume it, or with other advice; SIGTERM and SIGHUP too where the engine's processes
+    must be stopped."""
     try:
-        yield
+        with interrupted_by_signals() if spec.stops_processes else nullcontext():
+            yield
     except KeyboardInterrupt:
         begun = folder is not None and (folder / "run.json").exists()
         resume = f"interrupted. Resume: atoll run --resume {folder}" if begun else "interrupted before the run began."
-        print_to_stderr(advice or resume)
+        with suppress(OSError):  # the terminal may be gone
+            print_to_stderr(advice or resume)
         raise typer.Exit(130) from None
-    finally:
-        if spec.stops_processes:
-            signal.signal(signal.SIGTERM, before)

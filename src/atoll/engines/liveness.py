@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import IO, Generic, NoReturn, TypeVar
 
 from torch.distributed.distributed_c10d import Store
@@ -256,6 +258,26 @@ def recorded_exit_reason(store: Store, rank: int, size: int) -> Iterator[None]:
             text = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
             FailureAttribution(store, rank, range(size)).record_exit_reason(" ".join(text.split()))
         raise
+
+
+@contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM of a service manager and SIGHUP of a terminal that closes interrupt this process as Ctrl-C does. Each does so once: a
+    second one, such as a closing shell sends, must not interrupt what ends the run. A signal that is ignored, as under nohup,
+    stays ignored."""
+    caught = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for one in caught:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {one: signal.signal(one, interrupt) for one in caught}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def exit_with(error: BaseException, log: IO[str] | None = None, code: int | None = None) -> NoReturn:

@@ -30,7 +30,7 @@ class EngineSpec(Protocol):
 
     name: ClassVar[str]
     resizable: ClassVar[bool]  # another number of islands may resume a run
-    stops_processes: ClassVar[bool]  # the command that starts a run stops its processes, also on SIGTERM
+    stops_processes: ClassVar[bool]  # the command that starts a run stops its processes, also on SIGTERM and SIGHUP
     runs_on_ranks: ClassVar[bool]  # its processes are ranks, which torchrun may start; rank 0 shows the progress
 
     def fitted(self, run: Run) -> Run:

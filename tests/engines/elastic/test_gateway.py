@@ -20,11 +20,12 @@ import pytest
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.verified_files import read_record, sealed
-from atoll.engines.elastic import gateway as module
+from atoll.engines.elastic import gateway as module, gateway_client
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayClient, GatewayNetwork, machine_client
 from atoll.engines.elastic.gateway_protocol import GatewayRefused, WrongGateway, wire_version
+from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.run_identity import RunSecrets
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, SnapshotServer, query_status
@@ -93,6 +94,29 @@ def other(tmp_path):
     """Another run."""
     with closing(Site(tmp_path / "other")) as one:
         yield one
+
+
+class Accepting:
+    """A server that does this with each connection."""
+
+    def __init__(self, port, serve):
+        self._server = socket.create_server((HOST, port))
+        threading.Thread(target=self._accept, args=(serve,), daemon=True).start()
+
+    def _accept(self, serve):
+        with suppress(OSError):
+            while True:
+                serve(self._server.accept()[0])
+
+    def close(self):
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+
+def address_of(place):
+    host, _, port = place.rpartition(":")
+    return host, int(port)
 
 
 def echoes(stream, data=b"hello."):
@@ -192,6 +216,47 @@ def test_a_forwarded_port_leads_to_the_service(site):
         network.check()
     assert not echoes(socket.create_connection((host, int(port)), timeout=LIMIT_S))
     network.close()
+
+
+def test_while_a_gateway_is_away_few_requests_dial_it_torch_prints_nothing_and_the_island_says_why(site, capfd):
+    """torchft sends ten heartbeats a second through the forwarded port, and the registry is asked twice a second."""
+    site.gateway.close()
+    dialled, logged = [], []
+    with closing(Accepting(site.port, lambda connection: (dialled.append(1), connection.close()))):
+        network = GatewayNetwork(site.client(), "", refused=pytest.fail)
+        registry = RegistryClient(network.registry, network=network)
+        network.serve(lambda stream: stream.close(), logged.append)
+        for _ in range(40):
+            with pytest.raises(ExchangeFailed, match=f"the gateway at {site.address} does not answer"):
+                registry.names()
+            assert not echoes(socket.create_connection(address_of(network.lighthouse), timeout=LIMIT_S))
+    (text,) = logged
+    assert text.startswith(f"the gateway at {site.address} does not answer (")
+    assert len(dialled) < 40, "of 80 requests, and 4 threads that serve"
+    assert "TCPStore" not in capfd.readouterr().err
+    back = Gateway(lambda: RunSecrets.read(site.folder), site.address, {"registry": site.echo.port}, bool)
+    wait_until(lambda: echoes(socket.create_connection(address_of(network.registry), timeout=LIMIT_S)))
+    network.close()
+    back.close()
+
+
+def test_an_island_elsewhere_that_finds_only_gateways_of_other_certificates_ends_and_says_why(site, monkeypatch):
+    monkeypatch.setattr(gateway_client, "_WRONG_S", 0.5)
+    ended, logged, reached = [], [], site.client()
+    with (
+        closing(GatewayNetwork(site.client(), "", refused=ended.append)) as network,
+        closing(GatewayNetwork(reached, "", registry=f"{HOST}:1", lighthouse=f"{HOST}:1", refused=pytest.fail)) as local,
+    ):
+        for one in (network, local):
+            one.serve(lambda stream: stream.close(), logged.append)
+        RunSecrets.rotate(site.folder)
+        wait_until(lambda: ended)
+        wait_until(lambda: time.monotonic() - reached.outage.wrong_since_s > 1.0)
+    (error,) = ended
+    assert isinstance(error, WrongGateway)
+    assert "or the run's certificates were rotated: ask for a new join file" in str(error)
+    assert str(error).endswith("This island has found no gateway of its run for 0 s, and ends.")
+    assert any(text in str(error) for text in logged)
 
 
 def test_an_island_whose_name_another_identity_has_is_not_reached_by_it(site):

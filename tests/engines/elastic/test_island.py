@@ -1,6 +1,7 @@
 """Islands of threaded runs: which take part, with which state, and what becomes of their work."""
 
 import json
+import shutil
 import time
 import uuid
 from collections import Counter
@@ -29,11 +30,12 @@ from atoll.core.events import (
 from atoll.core.serialization import load_tree
 from atoll.core.verified_files import sealed, unsealed
 from atoll.data.text_dataset import Text
+from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.elastic import island as island_module, recovery
 from atoll.engines.elastic.aggregation import DeltaSummary, Disagreement
 from atoll.engines.elastic.commit import CommitProtocol
 from atoll.engines.elastic.gpu_claims import claim_gpus
-from atoll.engines.elastic.island import IslandOutput, IslandProcess
+from atoll.engines.elastic.island import FolderLost, IslandOutput, IslandProcess
 from atoll.engines.elastic.launch import start
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import RegistryClient
@@ -599,6 +601,38 @@ def test_a_joiner_saves_nothing_while_an_island_with_the_folder_has_the_state(tm
     live.wait_until("committed round 1 ")
     live.finish([*first, *live.start("elsewhere", has_folder=False)])
     assert not list(tmp_path.glob("atoll-rescue*"))
+
+
+def test_when_the_runs_folder_is_lost_islands_that_have_it_save_the_last_state_elsewhere(tmp_path, monkeypatch, threaded, toy):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(island_module, "SILENT_S", 1.0)
+    live = threaded(toy(2, "train.steps=24"), Elastic(processes=2, quorum_timeout_s=1.0))
+    names = ["island-0000", "island-0001"]
+    live.waits.update({(name, 3): "the disk is lost" for name in names})
+    threads = live.start(*names)
+    live.wait_until("committed round 3 ")
+    shutil.rmtree(live.folder)
+    live.log("the disk is lost")
+    for thread in threads:
+        thread.join(60.0)
+    assert not live.folder.exists(), "it was not made anew"
+    last = max(int(text.split()[2]) for text in live.logged if text.startswith("committed round"))
+    saved = {str(error) for error in live.errors if isinstance(error, FolderLost)}
+    rescues = [*tmp_path.glob("atoll-rescue-*")]
+    assert len(rescues) == len(saved) >= 1
+    shown = RegistryClient(live.rendezvous.address).statuses(names)
+    assert saved == {status.waiting for status in shown.values()} - {""}, "which the supervisor shows"
+    for rescue in rescues:
+        assert any(
+            text.startswith("the run's folder cannot be written, so island-000")
+            and f" saved round {last} in {rescue}. " in text
+            and text.endswith(f"Continue there with: atoll run --resume {rescue}")
+            for text in saved
+        )
+        newest = Checkpoints(RunFolder.open(rescue).checkpoints, keep=1).newest()
+        assert newest is not None
+        assert newest.round == last
+    live.rendezvous.close()
 
 
 def test_an_evicted_island_stays_away_and_returns_with_a_new_place_and_the_newest_state(threaded, toy, monkeypatch):

@@ -37,23 +37,35 @@ def test_other_systems_than_linux_are_refused_before_there_is_a_folder(tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_sigterm_interrupts_a_joiner_as_ctrl_c_does_and_a_second_one_does_nothing(monkeypatch):
-    before, ended = signal.getsignal(signal.SIGTERM), []
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_a_closed_terminal_interrupt_a_joiner_as_ctrl_c_does_and_a_second_signal_does_nothing(monkeypatch, first):
+    signals, ended = (signal.SIGTERM, signal.SIGHUP), []
+    before = [signal.getsignal(one) for one in signals]
 
     def island(*_, **__):
         try:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(first)
         finally:
-            signal.raise_signal(signal.SIGTERM)
+            for one in signals:
+                signal.raise_signal(one)
             ended.append("its rescue is complete")
 
     monkeypatch.setattr(launch, "run_island", island)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            launch.join_run("127.0.0.1:1", ())
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(KeyboardInterrupt):
+        launch.join_run("127.0.0.1:1", ())
     assert ended == ["its rescue is complete"]
+    assert [signal.getsignal(one) for one in signals] == before
+
+
+def test_a_joiner_under_nohup_outlives_its_terminal(monkeypatch):
+    before, seen = signal.signal(signal.SIGHUP, signal.SIG_IGN), []
+    monkeypatch.setattr(launch, "run_island", lambda *_, **__: seen.append(signal.raise_signal(signal.SIGHUP)))
+    try:
+        launch.join_run("127.0.0.1:1", ())
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert seen == [None]
 
 
 def test_a_loop_has_no_warm_start(tmp_path):
@@ -117,7 +129,7 @@ def test_an_island_of_the_first_machine_takes_the_run_from_its_folder_and_not_fr
     own = JoinInfo(run, SECURED, "127.0.0.1:1", f"127.0.0.1:{port}", run_id_of(tmp_path))
     (tmp_path / "join_info.json").write_text(own.to_text())
     store.set("join_info", replace(own, run=replace(run, recipe="evil"), lighthouse="127.0.0.1:2").to_text())
-    info, network = launch.find_run(own.registry, "island-0000", tmp_path, launch.Joiner())
+    info, network = launch.find_run(own.registry, "island-0000", tmp_path, launch.Joiner(), pytest.fail)
     with closing(network):
         assert (info.to_text(), network.lighthouse) == (own.to_text(), own.lighthouse)
 

@@ -200,6 +200,26 @@ def test_an_island_that_answers_a_byte_at_a_time_does_not_answer():
         assert asked.result() is None
 
 
+def test_a_donor_that_sends_its_snapshot_a_byte_at_a_time_is_given_up_and_a_slow_one_is_not(monkeypatch):
+    with socket.create_server((HOST, 0)) as slow, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(fetch_snapshot, f"{HOST}:{slow.getsockname()[1]}", 0.3)
+        with slow.accept()[0] as connection:
+            connection.recv(64)
+            assert drips(connection)
+        with pytest.raises(ExchangeFailed, match=r"less than 10000 bytes a second|timed out"):
+            asked.result()
+        monkeypatch.setattr(snapshot_server, "_LEAST_RATE", 10)  # the drips are twice as fast
+        asked = pool.submit(fetch_snapshot, f"{HOST}:{slow.getsockname()[1]}", 0.5)
+        with slow.accept()[0] as connection:
+            connection.recv(64)
+            for _ in range(20):
+                connection.sendall(b"x")
+                assert not select.select([connection], [], [], 0.05)[0]
+            connection.sendall(b"\n")
+        with pytest.raises(ExchangeFailed, match="Expecting value"):
+            asked.result()
+
+
 def test_a_client_that_sends_its_query_a_byte_at_a_time_is_dropped(server, monkeypatch):
     monkeypatch.setattr(snapshot_server, "_FIRST_LINE_S", 0.3)
     with socket.create_connection(server.address.rsplit(":", 1), timeout=LIMIT_S) as connection:

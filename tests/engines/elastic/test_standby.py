@@ -127,7 +127,7 @@ def test_a_joiner_with_a_join_file_trains_no_other_run_than_that_of_the_file(fir
 
     def found(published):
         RegistryClient(first.info.registry)._ask(lambda store: store.set("join_info", published.to_text()))
-        info, network = find_run("the run", "box", None, Joiner(file))
+        info, network = find_run("the run", "box", None, Joiner(file), pytest.fail)
         network.close()
         return info
 
@@ -190,7 +190,7 @@ def test_islands_change_to_the_standby_reach_each_other_through_it_and_joiners_f
         assert asked is not None
         assert asked.name == "keeper"
         joining = stack.enter_context(closing(joiner_network(late, "late", pytest.fail)))
-        info, found = fetch_join_info(joining.registries, LIMIT_S, run_id, joining.check)
+        info, found = fetch_join_info(joining.registries, LIMIT_S, run_id, joining)
         assert info.run == first.info.run
         assert found != joining.registry, "the run's own, which is lost"
         joining.use(found)

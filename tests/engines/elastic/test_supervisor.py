@@ -1,12 +1,15 @@
 """The supervisor restarts processes that die, and passes on the events of the log."""
 
+import errno
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -24,6 +27,7 @@ from atoll.engines.elastic import launch, rendezvous_health, supervisor as super
 from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import RegistryClient
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
+from atoll.engines.elastic.snapshot_server import IslandStatus
 from atoll.engines.elastic.spec import Elastic, JoinInfo, island_name
 from atoll.engines.elastic.supervised_process import REFUSED, STATELESS, Backoff, Child
 from atoll.engines.elastic.supervisor import (
@@ -259,6 +263,49 @@ def test_a_warning_of_an_island_is_shown_once_and_not_that_of_an_earlier_run(tmp
     assert logged == ["island-0000: round 4 is not in the event log yet"]
 
 
+def test_logs_that_cannot_be_read_do_not_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "_LOOK_S", 0.0)
+
+    def unreadable(self):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Child, "new_warnings", unreadable)
+    marker = tmp_path / "done"
+    supervisor, logged = supervised(tmp_path, WAITS.format(marker=str(marker)))
+    supervisor._tail._path.unlink()
+    supervisor._tail._path.mkdir()
+    thread = running(supervisor)
+    until(lambda: len(logged) >= 3)
+    supervisor._tail._path.rmdir()
+    supervisor._tail._path.write_text(lines(STARTED, FINISHED))
+    marker.touch()
+    thread.join(30.0)
+    assert supervisor.islands[0].exit_code == 0
+    assert sorted(logged) == [
+        *(f"{name}: its log cannot be read ([Errno 5] Input/output error)" for name in ("island-0000", "lighthouse")),
+        f"the events of {tmp_path} cannot be shown ([Errno 21] Is a directory: '{tmp_path}/events.jsonl'); the run goes on",
+    ]
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_run(tmp_path):
+    """Its events and its messages cannot be shown."""
+
+    def gone(shown):
+        raise OSError(errno.EIO, "Input/output error")
+
+    supervisor, _ = supervised(tmp_path, FAILS_ONCE.format(seen=str(tmp_path / "seen"), says="", ends="sys.exit(1)"))
+    islands, rendezvous = supervisor.islands, supervisor.rendezvous
+    supervisor = supervisor_of(tmp_path, gone)
+    supervisor.islands, supervisor.rendezvous, supervisor._tail._sink, supervisor._tail._at = (
+        islands,
+        rendezvous,
+        SimpleNamespace(emit=gone),
+        0,
+    )
+    supervisor.run()
+    assert islands[0].starts == 2
+
+
 SERVER = """
 import http.server, sys
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -342,6 +389,36 @@ def test_on_a_full_disk_no_island_is_given_up_and_the_run_finishes_when_there_is
     full = f"the disk of {where} is full \\(0 B free, No space left on device\\): no checkpoint.*Free space there"
     assert any(re.match(full, text) for text in logged), logged
     assert any(re.match(f"island-0000 has died \\(exit code 1\\) and is restarted.*: {full}", text) for text in logged), logged
+
+
+def test_the_end_of_a_run_whose_folder_is_lost_says_where_the_state_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(supervisor_module, "BACKOFF", Backoff(0.0, 0.05, 0.1, 60.0))
+    folder, marker = tmp_path / "run", tmp_path / "lost"
+    waits = WAITS.format(marker=str(marker))
+    supervisor, logged = supervised(folder, f"{waits}\nraise SystemExit(1)", f"{waits}\nraise SystemExit(5)")
+    store = open_store(HOST, int(supervisor.address.rpartition(":")[2]))
+    status = IslandStatus("island-0001", True)
+    status.waiting = "it saved round 7 in /elsewhere."
+    RegistryClient(supervisor.address).register(status)
+    for one in supervisor._children:
+        one.log = folder / "logs" / one.log.name
+
+    def lose_the_folder():
+        until(lambda: all(one.starts for one in supervisor.islands))
+        shutil.rmtree(folder)
+        until(lambda: logged)
+        marker.touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        losing = pool.submit(lose_the_folder)
+        with pytest.raises(IslandFailed) as ended:
+            supervisor.run()
+        losing.result()
+    assert str(ended.value) == f"the run in {folder} is not finished: it saved round 7 in /elsewhere.", store
+    assert logged[0].startswith(f"{folder} cannot be written: No such file or directory. Make it writable again; the run goes on")
+    assert logged.count("island-0001: it saved round 7 in /elsewhere.") == 1
+    assert not folder.exists(), "it was not made anew"
 
 
 REFUSES = "print('error: my card is broken.'); raise SystemExit(2)"

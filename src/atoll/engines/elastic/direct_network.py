@@ -51,6 +51,9 @@ class DirectNetwork:
         """Whether this registry can be asked: no registry is behind a gateway that is lost."""
         return True
 
+    def check_reaches(self, registry: str, limit_s: float) -> None:
+        """Raises ExchangeFailed, with the reason, if no connection to this registry is to be tried."""
+
     def use(self, registry: str) -> None:
         """This island has changed to the rendezvous with this registry."""
 
@@ -85,8 +88,8 @@ class DirectNetwork:
             pass
         return False
 
-    def serve(self, adopt: Callable[[socket.socket], object]) -> None:
-        """Pass connections on that reach this island by another way than its own port."""
+    def serve(self, adopt: Callable[[socket.socket], object], log: Callable[[str], object] = bool) -> None:
+        """Pass connections on that reach this island by another way than its own port. Log why none can."""
 
     def close(self) -> None:
         pass

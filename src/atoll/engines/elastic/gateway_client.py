@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import ssl
 import threading
@@ -37,6 +38,37 @@ _WAITING = 4
 _MAX_FORWARDED = 128
 """Connections of one machine to one service of the run."""
 _RETRY_S, _LONGEST_RETRY_S, _PROBE_S = 0.2, 5.0, 2.0
+_LONGEST_PAUSE_S = 2.0
+"""Between two attempts to open a stream to a service of the run: an island that registers late counts as dead."""
+_REPEAT_S = 60.0
+"""That a gateway cannot be used is logged again after this time."""
+_WRONG_S = 60.0
+"""An island elsewhere ends after this time in which all gateways that it knows are of another run, or have other certificates."""
+
+
+class _Outage:
+    """Of a gateway that cannot be used: when it is dialled again, and since when it has been another run's."""
+
+    def __init__(self) -> None:
+        self.wrong_since_s = math.inf
+        self._lock, self._error = threading.Lock(), ""
+        self._retry_s, self._pause_s = 0.0, _RETRY_S
+
+    def check(self) -> None:
+        """Raises the last error, unless the caller is to dial the gateway now: one thread does, every so often."""
+        with self._lock:
+            if self._error and time.monotonic() < self._retry_s:
+                raise ConnectionError(self._error)
+            self._retry_s = time.monotonic() + HANDSHAKE_S
+
+    def failed(self, error: Exception) -> None:
+        with self._lock:
+            self._error, self._retry_s = str(error), time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def ended(self) -> None:
+        with self._lock:
+            self._error, self._pause_s, self.wrong_since_s = "", _RETRY_S, math.inf
 
 
 @dataclass(frozen=True)
@@ -49,6 +81,7 @@ class GatewayClient:
     name: str
     revoked: set[str] = field(default_factory=set)
     forgotten: threading.Event = field(default_factory=threading.Event)
+    outage: _Outage = field(default_factory=_Outage, compare=False)
 
     @property
     def revoked_addresses(self) -> list[str]:
@@ -71,7 +104,8 @@ class GatewayClient:
                 return self._open(address, service, time.monotonic() + limit_s)
             except ssl.SSLCertVerificationError as error:
                 why = f"{address} shows a certificate that is not of {self.credentials().run_id} ({error.verify_message})"
-                errors.append(WrongGateway(f"{why}: another run has this port, or the run's certificates were rotated."))
+                asks = "another run has this port, or the run's certificates were rotated: ask for a new join file"
+                errors.append(WrongGateway(f"the gateway at {why}: {asks}."))
             except ssl.SSLError as error:
                 rejected = "ALERT" in (error.reason or "")
                 why = f"the gateway at {address} does not accept this machine's certificate ({error.reason})"
@@ -125,7 +159,8 @@ class GatewayNetwork(DirectNetwork):
         registry, lighthouse: their addresses on the gateway's machine.
         islands: that the run starts on the gateway's machine.
         standbys: ID@HOST:PORT of each that the join file names.
-        refused: called once if the run's gateway refuses this island for good.
+        refused: called once if the run's gateway refuses this island for good; or with a WrongGateway if an island elsewhere has
+            found no gateway of the run for `_WRONG_S`, but of others.
     """
 
     def __init__(
@@ -141,10 +176,13 @@ class GatewayNetwork(DirectNetwork):
     ) -> None:
         self._client, self._refused, self._is_local = client, refused, bool(registry)
         self._planned = {island_name(number) for number in range(islands)}
-        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._closed, self._lock, self._noting, self._is_over = threading.Event(), threading.Lock(), threading.Lock(), False
         self._to_close: dict[socket.socket, GatewayClient] = {}
         """Listeners, and streams that wait to be used, with the gateways that they lead to."""
         self._adopt: Callable[[socket.socket], object] | None = None
+        self._log: Callable[[str], object] = bool
+        self._logged_s: dict[bool, float] = {}
+        """When it was logged last that the present gateway does not answer, or, for True, that it is another run's."""
         self._places: dict[str, tuple[str, str]] = {}
         """The registry and the lighthouse of each standby, as this machine reaches them."""
         if not self._is_local:
@@ -166,7 +204,7 @@ class GatewayNetwork(DirectNetwork):
         with self._lock:
             if standby not in self._places:
                 addresses = [self._own_standby.get(standby, standby)]
-                client = replace(self._client, addresses=addresses, forgotten=threading.Event())
+                client = replace(self._client, addresses=addresses, forgotten=threading.Event(), outage=_Outage())
                 registry, lighthouse = (self._forward(client, one) for one in SERVICES)
                 self._places[standby], self._clients[registry] = (registry, lighthouse), client
                 self._serve_through(client)
@@ -195,6 +233,17 @@ class GatewayNetwork(DirectNetwork):
             return False
         return True
 
+    def check_reaches(self, registry: str, limit_s: float) -> None:
+        if self._is_local:
+            return
+        client = self._clients.get(registry)
+        if client is None:
+            raise ExchangeFailed("the standby of this registry was forgotten.")
+        try:
+            self._open(client, "registry", limit_s).close()
+        except (OSError, ConfigError) as error:
+            raise ExchangeFailed(self._text(client, error)) from error
+
     def use(self, registry: str) -> None:
         if registry in self._clients:
             self.registry, self.lighthouse = next(one for one in (self._first, *self._places.values()) if one[0] == registry)
@@ -221,9 +270,8 @@ class GatewayNetwork(DirectNetwork):
                 if client is self._client:
                     raise
                 errors.append(error)
-        raise ExchangeFailed(f"no gateway answers at {self.run_address}: {errors[0]}. Is the run's first machine up?") from errors[
-            0
-        ]
+        first = errors[0]
+        raise ExchangeFailed(f"no gateway answers at {self.run_address}: {first}. Is the run's first machine up?") from first
 
     @property
     def run_address(self) -> str:
@@ -261,10 +309,10 @@ class GatewayNetwork(DirectNetwork):
                 errors.append(error)
         raise errors[0]
 
-    def serve(self, adopt: Callable[[socket.socket], object]) -> None:
+    def serve(self, adopt: Callable[[socket.socket], object], log: Callable[[str], object] = bool) -> None:
         """Accept streams from the gateways until `close`."""
         with self._lock:
-            self._adopt = adopt
+            self._adopt, self._log = adopt, log
             for client in self._clients.values():
                 self._serve_through(client)
 
@@ -278,6 +326,7 @@ class GatewayNetwork(DirectNetwork):
         while not self._ends(client):
             try:
                 stream = client.open("serve", HANDSHAKE_S)
+                client.outage.ended()
                 pause_s = _RETRY_S
                 if self._is_used(stream, client):
                     adopt(stream)
@@ -288,10 +337,46 @@ class GatewayNetwork(DirectNetwork):
                 if client is self._client and not self._closed.is_set():
                     self._refused(error)
                 return
-            except (OSError, ConfigError):  # it may be away, or its port be another run's for a while
-                pass
+            except (OSError, ConfigError) as error:  # it may be away, or its port be another run's for a while
+                self._failed(client, error)
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+
+    def _open(self, client: GatewayClient, service: str, limit_s: float) -> ssl.SSLSocket:
+        """A stream to a service of the run. Libraries ask several times a second: while the gateway cannot be used, most requests
+        fail with its last error."""
+        client.outage.check()
+        try:
+            stream = client.open(service, limit_s)
+        except (OSError, ConfigError) as error:
+            client.outage.failed(error)
+            self._failed(client, error)
+            raise
+        client.outage.ended()
+        return stream
+
+    def _text(self, client: GatewayClient, error: Exception) -> str:
+        text = str(error)
+        return text if "the gateway at " in text else f"the gateway at {', '.join(client.addresses)} does not answer ({text})"
+
+    def _failed(self, client: GatewayClient, error: Exception) -> None:
+        """Log why the present gateway cannot be used, at once and then once a minute; and end an island for which there is none."""
+        now_s, clients, wrong = time.monotonic(), [*self._clients.values()], isinstance(error, WrongGateway)
+        text = self._text(client, error)
+        with self._noting:
+            since_s = client.outage.wrong_since_s
+            client.outage.wrong_since_s = min(since_s, now_s) if wrong else math.inf
+            is_news = client is self._clients[self.registry] and now_s - self._logged_s.get(wrong, -math.inf) >= _REPEAT_S
+            is_over = not self._is_local and all(now_s - one.outage.wrong_since_s >= _WRONG_S for one in clients)
+            is_over, self._is_over = is_over and not self._is_over, self._is_over or is_over
+            if is_news:
+                self._logged_s[wrong] = now_s
+        if self._closed.is_set():
+            return
+        if is_news:
+            self._log(text)
+        if is_over:
+            self._refused(WrongGateway(f"{text} This island has found no gateway of its run for {_WRONG_S:.0f} s, and ends."))
 
     def _ends(self, client: GatewayClient) -> bool:
         return self._closed.is_set() or client.forgotten.is_set()
@@ -319,7 +404,7 @@ class GatewayNetwork(DirectNetwork):
         def serve(accepted: socket.socket) -> None:
             with free:
                 try:
-                    stream = client.open(service, HANDSHAKE_S)
+                    stream = self._open(client, service, HANDSHAKE_S)
                 except (OSError, ConfigError):
                     accepted.close()
                     return

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from atoll.core.errors import AtollError, ConfigError, is_disk_full
+from atoll.core.errors import AtollError, CheckpointError, ConfigError, is_disk_full
 from atoll.core.events import Progress, RoundFinished
 from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
@@ -28,7 +28,7 @@ from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.error_buffers import ErrorBufferFiles
 from atoll.engines.elastic.gateway_protocol import wire_version
 from atoll.engines.elastic.gpu_claims import claim_devices, island_number
-from atoll.engines.elastic.leader_event_log import WARNING, LeaderLog, RunAlreadyFinished
+from atoll.engines.elastic.leader_event_log import WARNING, LeaderLog, RunAlreadyFinished, write_error
 from atoll.engines.elastic.membership import Evicted, Membership
 from atoll.engines.elastic.quorum import new_process, numbered
 from atoll.engines.elastic.recovery import Recovery
@@ -64,6 +64,10 @@ _EVICTED_S, _LONGEST_EVICTED_S = 10.0, 3600.0
 
 Interpose = Callable[[Algorithm[Any], Membership, IslandStatus, Callable[[str], object]], tuple[Algorithm[Any], Membership]]
 """Replaces the algorithm and the membership of an island, whose status and log it gets. Fault injection enters here."""
+
+
+class FolderLost(CheckpointError):
+    """The run's folder cannot be written, and this island of its machine has saved the state in another."""
 
 
 class IslandOutput(NamedTuple):
@@ -109,10 +113,11 @@ class IslandProcess:
         self._network = network
         self.status = IslandStatus(name, folder is not None, run=network.run_id, process=numbered(self._process, 0))
         self.status.has_copy = folder is not None and own is not None
+        self._joins = folder is None or self.status.has_copy
         self.status.standby = standby
         self._server = SnapshotServer(network.host, self.status.to_json, network=network)
         self.status.address = network.address_of(self._server.port)
-        network.serve(self._server.adopt)
+        network.serve(self._server.adopt, self._log)
         self._registry = Registry(network, self.status, self._log, network.places(join_info))
         limit_s = max(self._spec.quorum_timeout_s * 2, 60.0)
         self._membership = Membership(self.status, network, limit_s, self._log, self._server, self._registry.ended)
@@ -123,7 +128,7 @@ class IslandProcess:
     def _set_up(self, limit_s: float, interpose: Interpose | None, own_workload: Workload | None) -> None:
         """Load the data, and build the engine, the leader log and the recovery."""
         run, folder, preparation = self._run, self._folder, RunPreparation(self._run, own_workload)
-        joins = folder is None or self.status.has_copy
+        joins = self._joins
         if joins and own_workload is None and partitioned_by_weights(run):
             raise ConfigError(
                 f"{self._name} joins from another machine, and this run's data are partitioned by the weights of its warm start, "
@@ -205,8 +210,12 @@ class IslandProcess:
                 self._finish()
         except RunAlreadyFinished:
             self._log(f"{self._name} has nothing to do: the run is finished")
-        except BaseException:
-            self._rescue()
+        except BaseException as error:
+            saved = self._rescue()
+            if saved and not self._joins:
+                self.status.waiting = saved  # its log may be lost, too: the supervisor asks the registry
+                self._registry.refresh()
+                raise FolderLost(saved) from error
             raise
         if self._leader_log is not None:
             self.status.phase = IslandPhase.FINISHED
@@ -403,13 +412,18 @@ class IslandProcess:
             time.sleep(_POLL_S / 4)
             self._registry.refresh()
 
-    def _rescue(self) -> None:
-        """Save the newest committed state, if this joiner has it, and no other island with the run's folder or a copy answers that
+    def _rescue(self) -> str:
+        """Save the newest committed state, if this island has it, and no other island with the run's folder or a copy answers that
         has it, too: in its own copy, or else in a new folder. `atoll run --resume` takes both. While the disk is full it tries
-        again, since this process may hold the only copy of the state."""
-        version, copy = self._engine.version, self._leader_log
-        if self.status.version == NO_VERSION or version.round == 0 or (copy is not None and (not copy.is_copy or copy.is_finished)):
-            return
+        again, since this process may hold the only copy of the state. An island of the machine with the run's folder does so if
+        that folder is lost; a full disk loses nothing. Returns what was saved, in words."""
+        version, copy = self._engine.version, self._leader_log if self._joins else None
+        if self.status.version == NO_VERSION or version.round == 0 or (copy is not None and copy.is_finished):
+            return ""
+        if not self._joins and self._folder is not None:
+            lost = write_error(self._folder.path)
+            if lost is None or is_disk_full(lost):
+                return ""
         folder: RunFolder | None = None
         while not self._has_other_holder(version):
             try:
@@ -426,7 +440,7 @@ class IslandProcess:
             except (AtollError, OSError) as error:  # a lock's file is closed with what it could not write
                 if not is_disk_full(error):
                     self._log(f"round {version.round} is lost with this island: {error}")
-                    return
+                    return ""
                 self._log(f"{WARNING}round {version.round} is not saved, and {self._name} tries again: {error}")
                 time.sleep(_RESCUE_RETRY_S)
                 continue
@@ -434,18 +448,20 @@ class IslandProcess:
             if copy is None:
                 first = next((record.version.round for record in self._commit_log), version.round)
             missing = f" Its event log begins with round {first}: earlier events are in the run's own folder." if first > 1 else ""
-            self._log(
-                f"no island with the run's folder answers, so {self._name} saved round {version.round} in {path}.{missing} "
-                f"Continue there with: atoll run --resume {path}"
-            )
-            return
+            why = "no island with the run's folder answers" if self._joins else "the run's folder cannot be written"
+            saved = f"{why}, so {self._name} saved round {version.round} in {path}.{missing}"
+            self._log(saved := f"{saved} Continue there with: atoll run --resume {path}")
+            return saved
+        return ""
 
     def _has_other_holder(self, version: StateVersion) -> bool:
-        """Whether another island with the run's folder, or a copy, answers that it has this state."""
+        """Whether another island with the run's folder, or a copy, answers that it has this state. Of those on this machine, which
+        have lost the folder too, one is to save it."""
         addresses = {one.name: one.address for one in self._registry.alive().values()} | dict(self._engine.peer_addresses)
         addresses.pop(self._name, None)
         answers = query_islands(addresses, QUERY_S, self._network).values()
-        return any(one.has_folder and one.version >= version for one in answers)
+        others = [one for one in answers if self._joins or one.has_copy or one.name < self._name]
+        return any(one.has_folder and one.version >= version for one in others)
 
     def _new_rescue_folder(self) -> RunFolder:
         """A new folder, with a number behind its name if an earlier rescue has that name."""

@@ -32,8 +32,9 @@ from atoll.core.verified_files import expanded
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayNetwork, joiner_network, local_network
+from atoll.engines.elastic.gateway_protocol import WrongGateway
 from atoll.engines.elastic.gpu_claims import claim_devices
-from atoll.engines.elastic.island import COMMITTED, Interpose, IslandOutput, IslandProcess
+from atoll.engines.elastic.island import COMMITTED, FolderLost, Interpose, IslandOutput, IslandProcess
 from atoll.engines.elastic.leader_event_log import refuse_folders
 from atoll.engines.elastic.recovery import NoState
 from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, check_free
@@ -42,9 +43,9 @@ from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
 from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
 from atoll.engines.elastic.standby import SecuredStandby, TrustedStandby
 from atoll.engines.elastic.state_version import refuse_unreplicated
-from atoll.engines.elastic.supervised_process import STATELESS
+from atoll.engines.elastic.supervised_process import RESCUED, STATELESS
 from atoll.engines.elastic.supervisor import ProcessHooks, Supervisor
-from atoll.engines.liveness import append_log_line, exit_with, log_while_waiting, write_log_line
+from atoll.engines.liveness import append_log_line, exit_with, interrupted_by_signals, log_while_waiting, write_log_line
 from atoll.engines.network_interfaces import LOOPBACK, free_port, is_dialled, is_loopback
 from atoll.engines.run_lifecycle import Result, RunRequest, RunTask
 from atoll.engines.spec import read_spec, with_settings, write_spec
@@ -235,12 +236,14 @@ class JoinerScreen:
         if self._path is not None:
             append_log_line(self._path, line)
         if not line.startswith(COMMITTED):
-            sys.stderr.write(f"{line}\n")
+            with suppress(OSError):  # the terminal may be gone
+                sys.stderr.write(f"{line}\n")
 
     def close(self, line: str = "") -> None:
         """The joiner ends, with this closing line if it has succeeded."""
         if self._console is not None:
-            self._console.close()
+            with suppress(OSError):
+                self._console.close()
         if line:
             self.log(line)
 
@@ -285,15 +288,8 @@ def join_run(
     devices = spec.devices if "engine.devices" in given else None
     standby = spec.listen if "engine.listen" in given else None
     joiner = Joiner(file, spec.join_timeout_s, devices, spec.rescue_dir, None if out is None else expanded(out), standby)
-    signal.signal(signal.SIGTERM, _interrupt)
-    run_island(address, name, None, joiner=joiner, code=code)
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    """A service manager ends a joiner with SIGTERM, and the joiner leaves the run as after Ctrl-C. A second signal must not
-    interrupt the rescue of the state."""
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    with interrupted_by_signals():
+        run_island(address, name, None, joiner=joiner, code=code)
 
 
 def _check_standby(spec: Elastic, file: JoinFile | None, out: Path | None) -> None:
@@ -326,9 +322,17 @@ def run_island(
         end_with_supervisor()
     screen = JoinerScreen() if folder is None else None
     write_line: Callable[[str], object] = screen.log if screen is not None else log
+    no_gateway: list[Exception] = []
+
+    def refused(error: Exception) -> None:
+        if not isinstance(error, WrongGateway):
+            exit_with(error, sys.stderr)
+        no_gateway.append(error)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # the island saves its state
+
     try:
         joiner = joiner or Joiner()
-        join_info, network = find_run(address, name, folder, joiner)
+        join_info, network = find_run(address, name, folder, joiner, refused)
         torch.set_num_threads(join_info.run.cluster.threads_per_island)
         write_line(f"{name} on {platform.node()} ({network.host}), process {os.getpid()}, {torch.get_num_threads()} thread(s)")
         gc.freeze()  # each change of members collects garbage while others wait, and imported modules are none
@@ -371,12 +375,15 @@ def run_island(
             screen.close(f"finished: {name} {opened[0].outcome}. The results are in the run's own folder{copy}")
     except NoState as error:  # another island may have the state that this one could not read
         exit_with(error, sys.stderr, code=STATELESS)
+    except FolderLost as error:
+        exit_with(error, sys.stderr, code=RESCUED)
     except CheckpointError as error:  # in the middle of the run: the supervisor restarts the island
         exit_with(error, sys.stderr, code=1)
     except BaseException as error:
         if screen is not None:
             screen.close()
-        exit_with(error, sys.stderr, code=1 if is_disk_full(error) else None)
+        why = no_gateway[0] if no_gateway else error
+        exit_with(why, sys.stderr, code=1 if is_disk_full(error) else None)
     sys.stdout.flush()
     os._exit(0)  # threads of the communication may still wait for a peer
 
@@ -441,13 +448,11 @@ def run_rendezvous(join_info: Path, address: str) -> NoReturn:
         rendezvous.close()
 
 
-def find_run(address: str, name: str, folder: Path | None, joiner: Joiner) -> tuple[JoinInfo, DirectNetwork]:
+def find_run(
+    address: str, name: str, folder: Path | None, joiner: Joiner, refused: Callable[[Exception], object]
+) -> tuple[JoinInfo, DirectNetwork]:
     """What the run at this address is, and the network of its island of this name. A joiner has no `folder`, and may know several
-    addresses."""
-
-    def refused(error: Exception) -> NoReturn:
-        exit_with(error, sys.stderr)
-
+    addresses. `refused` is called if the gateway refuses the island for good."""
     if folder is not None:
         registry, run_id = RegistryClient(address), run_id_of(folder)
         with log_while_waiting(log, f"waiting for the run at {address}"):
@@ -460,7 +465,7 @@ def find_run(address: str, name: str, folder: Path | None, joiner: Joiner) -> tu
         if joiner.file is not None:
             joined = joiner_network(joiner.file, name, refused)
             run_id = joiner.file.credentials.run_id
-            info, found = fetch_join_info(joined.registries, joiner.timeout_s, run_id, joined.check)
+            info, found = fetch_join_info(joined.registries, joiner.timeout_s, run_id, joined)
             if info.run_digest != joiner.file.run:
                 joined.close()
                 raise ConfigError(
@@ -482,14 +487,15 @@ def find_run(address: str, name: str, folder: Path | None, joiner: Joiner) -> tu
 
 
 def fetch_join_info(
-    addresses: str, timeout_s: float, run_id: str | None = None, check: Callable[[], object] = lambda: None
+    addresses: str, timeout_s: float, run_id: str | None = None, network: GatewayNetwork | None = None
 ) -> tuple[JoinInfo, str]:
-    """What the run at the first of these addresses that answers is, and that address. Refuses another run than that of this id.
-    `check` raises ExchangeFailed while the run cannot be reached."""
-    registries = {address: RegistryClient(address) for address in addresses.split(",")}
+    """What the run at the first of these addresses that answers is, and that address. Refuses another run than that of this
+    id."""
+    registries = {address: RegistryClient(address, network=network) for address in addresses.split(",")}
 
     def fetch() -> tuple[JoinInfo, str]:
-        check()
+        if network is not None:
+            network.check()
         missing: ExchangeFailed | None = None
         for address, registry in registries.items():
             try:

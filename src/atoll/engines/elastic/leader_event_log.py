@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import fcntl
 import math
+import secrets
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from atoll.core import events as ev
@@ -36,6 +38,8 @@ QUORUM_FILE = "quorum.json"
 """In the run's folder: the processes of the last quorum that an island of this machine led."""
 PROCESSES_FILE = "processes.json"
 """In the run's folder: the processes that its supervisors started."""
+_PROBE_BYTES = 1 << 16
+"""A disk that has no room for so much is full."""
 _RETRY_S = 2.0
 """Between two attempts to finish the run."""
 WARNING = "warning: "
@@ -49,6 +53,23 @@ def refuse_folders(folder: RunFolder) -> None:
             raise ConfigError(
                 f"{folder.path / name} is a folder, and an elastic run writes a file of this name. Remove the folder."
             )
+
+
+def write_error(folder: Path) -> OSError | None:
+    """Why no file can be written into this run's folder; None if one can. A quota shows only when a file is written."""
+    probe = folder / f".space-{secrets.token_hex(4)}"
+    try:
+        RunFolder(folder).settings.stat()  # else another process has made an empty folder of this name
+        with probe.open("xb", buffering=0) as file:
+            left = _PROBE_BYTES
+            while left:  # a nearly full disk takes a part
+                left -= file.write(bytes(left)) or 0
+    except OSError as error:
+        return error
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return None
 
 
 class RunAlreadyFinished(Exception):

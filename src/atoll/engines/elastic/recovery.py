@@ -26,7 +26,7 @@ _POLL_S = 0.2
 _ALONE_S = UNREGISTERED_S
 """How long no island has reported a state, before this one takes itself for the last."""
 _FETCH_LIMIT_S = 60.0
-"""Without a byte."""
+"""Without a byte, or by which a donor may be slower than the least rate."""
 JOINER_LIMIT_S = 30.0
 """How long a joiner without a state waits while nothing answers at the run's address: the run may be over."""
 

@@ -94,10 +94,11 @@ class Rendezvous:
 
 
 class RegistryClient:
-    """Reads and writes the registry at this address. It connects again if need be. A request takes at most `limit_s`."""
+    """Reads and writes the registry at this address, if this machine's network reaches it. It connects again if need be. A request
+    takes at most `limit_s`."""
 
-    def __init__(self, address: str, limit_s: float = _REQUEST_LIMIT_S) -> None:
-        self._limit_s = limit_s
+    def __init__(self, address: str, limit_s: float = _REQUEST_LIMIT_S, network: DirectNetwork | None = None) -> None:
+        self._address, self._limit_s, self._network = address, limit_s, network
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self._store: TCPStore | None = None
@@ -130,6 +131,8 @@ class RegistryClient:
         return found
 
     def _connection(self) -> TCPStore:
+        if self._network is not None:  # a TCPStore client prints a stack trace if a forwarded connection leads nowhere
+            self._network.check_reaches(self._address, self._limit_s)
         # A TCPStore client waits for a missing server; a plain socket fails at once.
         socket.create_connection((self._host, self._port), timeout=self._limit_s).close()
         limit = timedelta(seconds=self._limit_s)
@@ -246,7 +249,7 @@ class Registry:
         first: Sequence[tuple[str, str]] | None = (),
     ) -> None:
         self._network, self._status, self._log = network, status, log
-        self._client, self._at = RegistryClient(network.registry), network.registry
+        self._client, self._at = RegistryClient(network.registry, network=network), network.registry
         self._ignored, self._logged = set[str](), set[str]()
         self._first = dict(first or [(network.registry, "")])
         self._most_standbys = 0 if first is None else _MOST_STANDBYS
@@ -321,7 +324,8 @@ class Registry:
         if len(places) == 1:
             return
         for address in places:
-            client, since_s, answered_s = self._probes.get(address, (RegistryClient(address), math.inf, time.monotonic()))
+            unknown = RegistryClient(address, network=self._network), math.inf, time.monotonic()
+            client, since_s, answered_s = self._probes.get(address, unknown)
             try:
                 # Another run may have the port now.
                 answers = self._network.reaches(address) and client.run_id() == self._status.run
@@ -339,7 +343,8 @@ class Registry:
             restarted = address == self._at and not silent and places[address] not in ("", self._lighthouse)
             if restarted or (address != self._at and since_s <= now_s and (silent or now_s - since_s > SWITCH_S)):
                 with self._refreshing:
-                    self._client, self._at, self._lighthouse = RegistryClient(address), address, places[address]
+                    client = RegistryClient(address, network=self._network)
+                    self._client, self._at, self._lighthouse = client, address, places[address]
                 self._network.use(address)
                 self.on_move(places[address])
                 return

@@ -11,6 +11,7 @@ query or an exchange is passed on to the member of that name: for islands that c
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -45,6 +46,8 @@ _FIRST_LINE_S = 5.0
 _CHUNK_BYTES = 1 << 20
 _HEADER_LIMIT_BYTES, _STATUS_LIMIT_BYTES = 64 << 20, 1 << 20
 _QUERY_LIMIT_BYTES = 512
+_LEAST_RATE = 10_000
+"""Bytes a second. A donor that sends a snapshot more slowly is given up."""
 _MOST_RELAYS = 64
 _MOST_GROWTH, _MOST_TENSORS = 4, 16
 """A snapshot has at most so many times the bytes and tensors of a state before the first update. Of torch's optimizers none keeps
@@ -349,11 +352,31 @@ def fetch_snapshot(
     """The snapshot that the island at this address serves; None if it serves none. Raises ExchangeFailed if the island does not
     answer, or the snapshot is damaged or has other tensors than the shared fields `expected` and moments of these weights."""
     try:
-        with _request(network, address, "snapshot", limit_s) as connection, connection.makefile("rb") as file:
-            return _receive(file, expected, moments_of)
+        with _request(network, address, "snapshot", limit_s) as connection:
+            return _receive(io.BufferedReader(_Paced(connection, limit_s)), expected, moments_of)
     except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ConfigError) as error:
         # A RuntimeError is torch's, for a tensor that it cannot make, or Python's, for JSON that is nested too deeply.
         raise ExchangeFailed(f"no snapshot could be fetched from {address}: {error}. Another island may have it.") from error
+
+
+class _Paced(io.RawIOBase):
+    """What arrives over a connection, at `_LEAST_RATE` or more: a time-out of the socket's own would begin again with every byte. A
+    connection may fall behind by what that rate sends in `limit_s`."""
+
+    def __init__(self, connection: socket.socket, limit_s: float) -> None:
+        self._connection, self._limit_s = connection, limit_s
+        self._deadline_s = time.monotonic() + limit_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(max(1e-3, self._deadline_s - time.monotonic()))
+        count, now_s = self._connection.recv_into(buffer), time.monotonic()
+        if now_s > self._deadline_s:
+            raise TimeoutError(f"it sends less than {_LEAST_RATE} bytes a second")
+        self._deadline_s = min(self._deadline_s + count / _LEAST_RATE, now_s + self._limit_s)
+        return count
 
 
 def _receive(file: Any, expected: Mapping[str, Any] | None, moments_of: Sequence[Tensor]) -> Snapshot | None:

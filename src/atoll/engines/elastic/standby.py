@@ -56,7 +56,7 @@ class SecuredStandby:
     ) -> None:
         self._path = folder / REVOKED_FILE
         self._secrets = RunSecrets(file.credentials, authority_key="", revoked=former_revoked(folder))
-        self._network, self._registry = network, RegistryClient(network.registry)
+        self._network, self._registry = network, RegistryClient(network.registry, network=network)
         lighthouse, registry = (f"{LOOPBACK}:{free_port(LOOPBACK)}" for _ in range(2))
         self._rendezvous = Rendezvous(replace(info, lighthouse=lighthouse, registry=registry), registry)
         ports = {"registry": int(registry.rpartition(":")[2]), "lighthouse": int(lighthouse.rpartition(":")[2])}

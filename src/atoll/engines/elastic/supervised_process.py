@@ -18,8 +18,9 @@ from atoll.engines.elastic.leader_event_log import WARNING
 from atoll.engines.elastic.quorum import new_process
 from atoll.engines.liveness import PEER_MISSING, last_error
 
-REFUSED, STATELESS = 2, 4
-"""Exit codes: of a process that refuses its task, and of an island that found no state to start from, or none that it can read."""
+REFUSED, STATELESS, RESCUED = 2, 4, 5
+"""Exit codes: of a process that refuses its task; of an island that found no state to start from, or none that it can read; and of
+one that has lost the run's folder and saved the state in another."""
 _MAX_EARLY_DEATHS, _EARLY_S = 5, 10.0
 """A process that dies this often in a row, each time this soon after its start, is not restarted."""
 
@@ -50,7 +51,7 @@ class Child:
 
     def start(self) -> None:
         self.release()
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(exist_ok=True)  # a run's folder that is lost is not made anew
         if not self.starts and self.log.exists():
             self.read_bytes = self.log.stat().st_size  # the warnings of an earlier run were shown then
         process = new_process(self.name)

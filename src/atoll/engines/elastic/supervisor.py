@@ -23,12 +23,12 @@ from atoll.core.events import read_event
 from atoll.core.protocols import Sink
 from atoll.core.verified_files import read_kept, write_record, write_text
 from atoll.engines.elastic.gateway_client import machine_client
-from atoll.engines.elastic.leader_event_log import PROCESSES_FILE, QUORUM_FILE
+from atoll.engines.elastic.leader_event_log import PROCESSES_FILE, QUORUM_FILE, write_error
 from atoll.engines.elastic.rendezvous import ENDS_KEPT, RegistryClient
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.run_identity import run_id_of
 from atoll.engines.elastic.spec import JOIN_INFO, Elastic, JoinInfo, island_name
-from atoll.engines.elastic.supervised_process import BACKOFF, Child
+from atoll.engines.elastic.supervised_process import BACKOFF, RESCUED, Child
 from atoll.engines.liveness import Heartbeat, append_log_line, last_error, last_lines, rotate_log
 from atoll.engines.network_interfaces import LOOPBACK, free_port
 from atoll.engines.run_lifecycle import RunTask
@@ -46,8 +46,6 @@ _LOOK_S = 2.0
 """Between two looks at the disk and at the processes' logs."""
 _REPEAT_S = 60.0
 """The same warning is shown again after this time."""
-_SPACE_BYTES = 1 << 16
-"""A disk that has no room for so much is full."""
 
 
 class IslandFailed(AtollError):
@@ -85,8 +83,10 @@ class Supervisor:
         self._folder, self._hooks = task.folder.path, hooks
 
         def log(text: str) -> None:
-            task.log(text)
-            append_log_line(log_of(self._folder, "supervisor"), text)
+            with suppress(OSError):  # the terminal may be gone
+                task.log(text)
+            if self._folder.is_dir():  # else this would make an empty one
+                append_log_line(log_of(self._folder, "supervisor"), text)
 
         self._log: Callable[[str], object] = log
         self._disk = DiskSpace(self._folder)
@@ -135,11 +135,13 @@ class Supervisor:
             while not all(child.exit_code == 0 or child.given_up for child in self.islands):
                 self._step()
                 time.sleep(_POLL_S)
-            self._tail.follow()
+            self._follow()
         finally:
             self.health.close()
             _stop(self._children)
             ends.close()
+        if saved := [child.given_up for child in self.islands if child.exit_code == RESCUED]:
+            raise IslandFailed(f"the run in {self._folder} is not finished: {saved[-1]}")
         if not RunFolder(self._folder).finished:
             lost = "; ".join(f"{child.name}: {child.given_up}" for child in self.islands if child.given_up)
             raise IslandFailed(
@@ -160,15 +162,26 @@ class Supervisor:
             ended = child.exit_code is not None and (child.exit_code or child is self.rendezvous)
             if ended and not child.given_up:
                 self._restart(child)
-        self._tail.follow()
+        self._follow()
         self._hooks.step(time.monotonic(), {child.name: child.process for child in self._children if child.process is not None})
+
+    def _follow(self) -> None:
+        """Show new events. Logs that cannot be read, or a terminal that is gone, end no island."""
+        try:
+            self._tail.follow()
+        except OSError as error:
+            self._warn(f"the events of {self._folder} cannot be shown ({error}); the run goes on")
 
     def _look(self) -> None:
         """Rotate the processes' logs, and show their warnings and a full disk."""
         if problem := self._disk.problem():
             self._warn(problem)
         for child in self._children:
-            for text in child.new_warnings():
+            try:
+                warnings = child.new_warnings()
+            except OSError as error:
+                warnings = [f"its log cannot be read ({error})"]
+            for text in warnings:
                 self._warn(f"{child.name}: {text}")
             rotate_log(child.log, in_use=True)
 
@@ -191,11 +204,19 @@ class Supervisor:
             child.deaths += 1
             child.restart_s = time.monotonic() + BACKOFF.delay_s(child.deaths)
             self._warn(f"{child.name} cannot be restarted yet: {error}")
+            if any(other.exit_code == RESCUED for other in self.islands):
+                child.given_up = str(error)
             return
         if child is self.rendezvous:
             self.health.restarted()
 
     def _plan_restart(self, child: Child) -> None:
+        if child.exit_code == RESCUED:
+            child.given_up = "the run's folder cannot be written, and the state is saved in a folder atoll-rescue-* here."
+            with suppress(ExchangeFailed, KeyError):  # its log may be lost
+                child.given_up = RegistryClient(self._registry).statuses([child.name])[child.name].waiting
+            self._warn(f"{child.name}: {child.given_up}")  # as EndReports may have
+            return
         problem = self._disk.problem()
         # An island that was started later looks for the state itself.
         alone = not any(other.is_alive and other.started_s < child.started_s for other in self.islands)
@@ -213,31 +234,26 @@ class Supervisor:
 
 
 class DiskSpace:
-    """Whether the disk of a folder is full. A quota shows only when a file is written."""
+    """Whether a run's folder can be written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def problem(self) -> str:
-        """The path and the room that is left, in words; empty if there is room."""
-        probe = self._folder / f".space-{secrets.token_hex(4)}"
-        try:
-            with probe.open("xb", buffering=0) as file:
-                left = _SPACE_BYTES
-                while left:  # a nearly full disk takes a part
-                    left -= file.write(bytes(left)) or 0
-        except OSError as error:
-            if not is_disk_full(error):
-                return ""  # the processes that write there report it
-            free = human_bytes(shutil.disk_usage(self._folder).free)
+        """Why it cannot be, in words; empty if it can."""
+        error = write_error(self._folder)
+        if error is None:
+            return ""
+        if not is_disk_full(error):
             return (
-                f"the disk of {self._folder} is full ({free} free, {error.strerror}): no checkpoint and no log can be written. "
-                f"Free space there; the run goes on, and finishes when there is room"
+                f"{self._folder} cannot be written: {error.strerror or error}. Make it writable again; the run goes on, and if the "
+                f"folder is still lost at its end, the islands save the state in another folder"
             )
-        finally:
-            with suppress(OSError):
-                probe.unlink()
-        return ""
+        free = human_bytes(shutil.disk_usage(self._folder).free)
+        return (
+            f"the disk of {self._folder} is full ({free} free, {error.strerror}): no checkpoint and no log can be written. "
+            f"Free space there; the run goes on, and finishes when there is room"
+        )
 
 
 def _kept(former: str, host: str, *others: str) -> str:
