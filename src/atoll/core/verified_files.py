@@ -160,7 +160,7 @@ def unsealed(text: str | bytes) -> dict[str, Any]:
     first, value = next(iter(record.items()), ("", None))
     if _SEAL not in record and isinstance(value, str) and _DIGEST.fullmatch(value):  # `sealed` writes the digest first
         raise ValueError(
-            f"its first key is {first[:40]!r} and should be {_SEAL!r}: it was changed. To use it all the same, remove that key from it"
+            f"its first key is {first[:40]!r} and should be {_SEAL!r}: it was changed. To use it all the same, remove that key"
         )
     digest = record.pop(_SEAL, None)
     if digest is not None and digest != json_digest(record):
