@@ -115,7 +115,8 @@ def trusts(one):
 
 
 def allowed(listens, trusted, host):
-    """The addresses and networks that a cell of the page allows. `host` is that of `engine.listen`, or of the other machines' network."""
+    """The addresses and networks that a cell of the page allows. `host` is that of `engine.listen`, or in the other machines'
+    network."""
     found = {"0.0.0.0", "::"} if "all interfaces" in listens else set()
     found |= {"127.0.0.1"} if listens.startswith("as processes") or "loopback interface" in listens else set()
     for clause in re.split(r";|, and ", listens):

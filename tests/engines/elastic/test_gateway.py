@@ -180,6 +180,22 @@ def test_only_islands_of_the_gateways_machine_are_known_to_have_ended_by_their_p
         assert not joiner.refuses(f"island:island-0001:{port}")
 
 
+@pytest.mark.parametrize(
+    ("name", "folder", "accepted"),
+    [
+        ("island-0000", "run", True),
+        ("island-0001", "island-0001", True),
+        ("box-2", "run", False),
+        ("box-2", "box-2", True),
+        ("box-2", "box-3", False),
+        ("run", "run", False),  # a copy of an island with this name
+    ],
+)
+def test_the_runs_folder_is_believed_of_islands_that_the_run_starts_and_a_copy_of_its_own_island(site, name, folder, accepted):
+    with closing(GatewayNetwork(site.client(), site.invite().run_id, refused=bool)) as joiner:
+        assert joiner.accepts_folder(name, folder) == accepted
+
+
 def test_islands_reach_each_other_by_dialling_out_only(site):
     """A status query from one joiner to another, both of which have no open port."""
     status = IslandStatus("box-2", False, phase=IslandPhase.JOINED, run=site.invite().run_id)
