@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,15 +115,20 @@ def trusts(one):
 
 
 def allowed(listens, trusted, host):
-    """The addresses that a cell of the page allows. `host` is that of `engine.listen`, or of the other machines' network."""
+    """The addresses and networks that a cell of the page allows. `host` is that of `engine.listen`, or in the other machines'
+    network."""
     found = {"0.0.0.0", "::"} if "all interfaces" in listens else set()
     found |= {"127.0.0.1"} if listens.startswith("as processes") or "loopback interface" in listens else set()
     for clause in re.split(r";|, and ", listens):
         if trusted or "engine.network=trusted" not in clause:
-            found.update(re.findall(r"`([0-9.:a-f]+)`", clause))
+            found.update(re.findall(r"`([0-9.:a-f/]+)`", clause))
             named = re.search(r"engine\.(?:listen|address)|island's address|its host|interface that routes|HOST:PORT", clause)
             found |= {host} if named else set()
     return found
+
+
+def is_allowed(address, cell):
+    return any(address == one or ("/" in one and ip_address(address) in ip_network(one)) for one in cell)
 
 
 def test_every_row_of_the_page_has_a_socket_that_a_test_opens():
@@ -136,11 +142,16 @@ def test_every_row_of_the_page_has_a_socket_that_a_test_opens():
         ("`127.0.0.1`, a free port", None, False, {"127.0.0.1"}),
         ("`127.0.0.1`; with `engine.network=trusted` the island's address", "10.0.0.1", False, {"127.0.0.1"}),
         ("`127.0.0.1`; with `engine.network=trusted` the island's address", "10.0.0.1", True, {"127.0.0.1", "10.0.0.1"}),
+        ("a random address of `127.0.0.0/8`, always", None, False, {"127.0.0.0/8"}),
         ("all interfaces, `--master-port`", None, False, {"0.0.0.0", "::"}),
     ],
 )
 def test_a_cell_allows_the_addresses_that_it_names(text, host, trusted, addresses):
     assert allowed(text, trusted, host) == addresses
+
+
+def test_an_address_is_allowed_by_its_name_or_its_network():
+    assert [is_allowed(one, {"127.0.0.0/8", "10.0.0.1"}) for one in ("127.3.2.1", "10.0.0.1", "10.0.0.2")] == [True, True, False]
 
 
 KIB, MINUTE_S = 1024, 60
@@ -219,7 +230,9 @@ class Recording:
                 continue
             names = [name for name in expected if OPENED_BY[name](owner)]
             assert len(names) == 1, f"docs/security.md has no row for {one}, which {owner} opened: {names}"
-            assert one.address in allowed(page[names[0]].listens, trusted, host), f"{one} is not where the row of {names[0]} says"
+            assert is_allowed(one.address, allowed(page[names[0]].listens, trusted, host)), (
+                f"{one} is not where the row of {names[0]} says"
+            )
             found.add(names[0])
         assert found == set(expected), f"rows without a socket: {set(expected) - found}"
 

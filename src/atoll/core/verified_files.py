@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -100,6 +101,7 @@ def sync_folder(folder: Path) -> None:
 
 blake2b = partial(hashlib.blake2b, digest_size=16)
 _SEAL = "blake2b"
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 _DEEPEST = 200
 """Levels of nesting in JSON that is read. Python's own limit would end a reader with a RecursionError."""
 DIGESTS = "digests.json"
@@ -145,8 +147,8 @@ def sealed(record: Mapping[str, Any]) -> str:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The object that `write_record` wrote. OSError if there is none. ValueError if it is no JSON object, or if it does not match
-    its digest. An object without a digest, as older versions wrote it, is not verified."""
+    """The object that `write_record` wrote. OSError if there is none. ValueError if it is no JSON object, if it does not match its
+    digest, or if the key of the digest was changed. An object without a digest, as older versions wrote it, is not verified."""
     return unsealed(path.read_bytes())
 
 
@@ -155,6 +157,11 @@ def unsealed(text: str | bytes) -> dict[str, Any]:
     record = parse_json(text)
     if not isinstance(record, dict):
         raise ValueError(f"it holds a {type(record).__name__} and should hold an object")
+    first, value = next(iter(record.items()), ("", None))
+    if _SEAL not in record and isinstance(value, str) and _DIGEST.fullmatch(value):  # `sealed` writes the digest first
+        raise ValueError(
+            f"its first key is {first[:40]!r} and should be {_SEAL!r}: it was changed. To use it all the same, remove that key"
+        )
     digest = record.pop(_SEAL, None)
     if digest is not None and digest != json_digest(record):
         raise ValueError(f"its content does not match its digest: it was changed. To use it all the same, remove {_SEAL!r} from it")

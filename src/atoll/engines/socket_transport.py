@@ -13,6 +13,7 @@ connection from two threads at a time, and Python takes a lock for that only sin
 
 from __future__ import annotations
 
+import mmap
 import select
 import socket
 import ssl
@@ -41,7 +42,7 @@ _TLS_PIECE_BYTES = 1 << 18
 """OpenSSL ends a write that it has begun before it reads. Shorter writes keep both directions going."""
 _READS = _TLS_PIECE_BYTES >> 14
 """Before the next write is tried. A read returns one TLS record at most, of 16 KiB."""
-_RELAY_BYTES, _HALF_OPEN_S = 1 << 18, 60.0
+_RELAY_BYTES, _IDLE_S, _HALF_OPEN_S = 1 << 18, 1.0, 60.0
 """A stream that one end has closed is forwarded for at most so long without a byte from the other."""
 _SEND, _RECEIVE = 0, 1
 _ACTIONS = "send to", "receive from"
@@ -444,7 +445,9 @@ class _Flow:
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
         self._source, self._sink = source, sink
-        self._memory = memoryview(bytearray(_RELAY_BYTES))
+        # The system gives pages to such a buffer when bytes are written there, and takes them back from one that is idle.
+        self._pages = mmap.mmap(-1, _RELAY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = memoryview(self._pages)
         self._start = self._stop = 0
         self._ended = False
         self.done = False
@@ -471,6 +474,11 @@ class _Flow:
                 with suppress(OSError):
                     socket.socket.shutdown(self._sink, socket.SHUT_WR)  # TLS's own would drop what is still to be read
         return moved
+
+    def release(self) -> None:
+        """Give the memory back if no byte waits there: a gateway keeps thousands of streams, and most are idle."""
+        if self._start == self._stop:
+            self._pages.madvise(mmap.MADV_DONTNEED)
 
 
 @contextmanager
@@ -506,6 +514,10 @@ def splice(one: socket.socket, two: socket.socket) -> None:
             poll = select.poll()
             for descriptor, events in wanted.items():
                 poll.register(descriptor, events)
+            if poll.poll(_IDLE_S * 1000):
+                continue
+            for flow in flows:
+                flow.release()
             half_open = any(flow.done for flow in flows)
             if not poll.poll(_HALF_OPEN_S * 1000 if half_open else None) and half_open:
                 return

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,9 @@ from atoll.engines.elastic import commit as commit_module, quorum_monitor
 from atoll.engines.elastic.aggregation import Disagreement, Proposal
 from atoll.engines.elastic.commit import CommitProtocol, MemberMissing, StaleState, UnconfirmedState
 from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.gateway_client import GatewayNetwork
 from atoll.engines.elastic.membership import Membership, MembershipLost
+from atoll.engines.elastic.quorum import process_name
 from atoll.engines.elastic.rendezvous import Rendezvous
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, SnapshotServer
 from atoll.engines.elastic.spec import Elastic, JoinInfo
@@ -311,6 +314,18 @@ def test_of_two_islands_with_a_damaging_link_the_one_with_the_folder_stays(islan
     assert isinstance(commits[leaves], MembershipLost)
     (stays,) = {"a", "b"} - {leaves}
     assert commits[stays].result == (stays,)
+
+
+@pytest.mark.parametrize(("first", "leads"), [("island-0000", "island-0000"), ("box", "aaa")])
+def test_a_joiner_that_claims_the_runs_folder_leads_no_quorum_with_an_island_of_the_run(islands, first, leads):
+    """Of two equal halves of a partition the one with the leader goes on. A copy of the folder counts where nothing else does."""
+    group = islands("aaa", first)
+    for member in group.members.values():
+        member.network.accepts_folder = partial(GatewayNetwork.accepts_folder, member.network)
+    commits = group.commit(dict.fromkeys(("aaa", first), names_of))
+    assert {process_name(one.quorum.leader.partition("@")[0]) for one in commits.values()} == {leads}
+    commits = group.commit(dict.fromkeys(("aaa", first), names_of), digests={"aaa": 7})
+    assert {one.diverged for one in commits.values()} == {("aaa",) if leads == first else (first,)}, "on a tie, too"
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])

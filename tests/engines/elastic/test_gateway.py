@@ -20,6 +20,7 @@ import pytest
 
 from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.verified_files import read_record, sealed
+from atoll.engines import socket_transport
 from atoll.engines.elastic import gateway as module, gateway_client
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
@@ -170,6 +171,25 @@ def test_a_half_closed_stream_still_carries_the_answer(site):
             assert b"".join(iter(lambda: one.recv(9), b"")) == b"ba"
 
 
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_stream_that_is_idle_keeps_no_memory_also_after_it_has_carried_bytes(monkeypatch):
+    monkeypatch.setattr(socket_transport, "_IDLE_S", 0.01)
+    data, before, count = bytes(1 << 20), resident_bytes(), 64
+    with ThreadPoolExecutor(2 * count) as pool, ExitStack() as stack:
+        for _ in range(count):
+            (one, inner), (outer, other) = socket.socketpair(), socket.socketpair()
+            pool.submit(splice, inner, outer)
+            for source, sink in ((stack.enter_context(closing(one)), other), (stack.enter_context(closing(other)), one)):
+                sending, received = pool.submit(source.sendall, data), 0
+                while received < len(data):
+                    received += len(sink.recv(1 << 16))
+                sending.result()
+        wait_until(lambda: resident_bytes() - before < count * socket_transport._RELAY_BYTES)  # of the two buffers of each
+
+
 def test_only_islands_of_the_gateways_machine_are_known_to_have_ended_by_their_ports(site):
     client, run_id = site.client(), site.invite().run_id
     with socket.create_server((HOST, 0)) as listener:
@@ -182,6 +202,22 @@ def test_only_islands_of_the_gateways_machine_are_known_to_have_ended_by_their_p
             assert not local.is_trusted(remote), "it is on another machine, whatever it says"
             assert not local.refuses(remote)
         assert not joiner.refuses(f"island:island-0001:{port}")
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "accepted"),
+    [
+        ("island-0000", "run", True),
+        ("island-0001", "island-0001", True),
+        ("box-2", "run", False),
+        ("box-2", "box-2", True),
+        ("box-2", "box-3", False),
+        ("run", "run", False),  # a copy of an island with this name
+    ],
+)
+def test_the_runs_folder_is_believed_of_islands_that_the_run_starts_and_a_copy_of_its_own_island(site, name, folder, accepted):
+    with closing(GatewayNetwork(site.client(), site.invite().run_id, refused=bool)) as joiner:
+        assert joiner.accepts_folder(name, folder) == accepted
 
 
 def test_islands_reach_each_other_by_dialling_out_only(site):

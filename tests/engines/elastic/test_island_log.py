@@ -18,9 +18,11 @@ from atoll.core.events import (
 )
 from atoll.engines.elastic import island as island_module, leader_event_log as leader_log_module
 from atoll.engines.elastic.commit_log import CommitRecord
+from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.event_log_lease import EventLogLease, LeaseLost
+from atoll.engines.elastic.gateway_client import GatewayNetwork
 from atoll.engines.elastic.leader_event_log import LeaderLog, RunAlreadyFinished
-from atoll.engines.elastic.snapshot_server import IslandPhase
+from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus
 from atoll.engines.elastic.spec import Elastic, island_name
 from atoll.engines.elastic.state_version import NO_VERSION, StateVersion
 from atoll.runs.folder import RunFolder
@@ -74,6 +76,29 @@ def test_a_joiner_keeps_the_last_state_for_islands_with_the_folder_that_died(thr
     assert any(text.startswith("island-0000 begins with round 4, fetched from zz-elsewhere") for text in live.logged)
     assert [event.round for event in live.events(Attended)] == [1, 2, 3, 4]
     assert len(live.events(RunFinished)) == 1
+
+
+@pytest.fixture
+def claimed(monkeypatch):
+    """The joiner `aaa`, the first in rank order, claims to have the run's own folder."""
+    own = IslandStatus.folder
+    monkeypatch.setattr(IslandStatus, "folder", property(lambda one: "run" if one.name == "aaa" else own.fget(one)))
+
+
+@pytest.mark.parametrize("gateway", [True, False])
+def test_a_joiner_that_claims_the_runs_folder_does_not_keep_the_run_from_its_end(threaded, toy, claimed, monkeypatch, gateway):
+    """Behind a gateway it is not believed. In a trusted network it leads, and is waited for at the end as long as for a quorum."""
+    if gateway:
+        monkeypatch.setattr(DirectNetwork, "accepts_folder", GatewayNetwork.accepts_folder)
+    live = threaded(toy(1, "train.steps=24"), Elastic(processes=1, quorum_timeout_s=600.0 if gateway else 1.0))
+    live.waits["island-0000", 3] = "aaa begins with"
+    first = live.start("island-0000")
+    live.wait_until("committed round 1 ")
+    live.finish([*first, *live.start("aaa", has_folder=False)])
+    assert max(event.participating for event in live.events(Attended)) == 2
+    assert len(live.events(RunFinished)) == 1
+    waited = "aaa answers no more, or has not finished the run within 1 s, so island-0000 finishes it"
+    assert (waited in live.logged) == (not gateway)
 
 
 def test_a_run_whose_results_cannot_be_written_is_finished_when_they_can(threaded, toy, monkeypatch):

@@ -7,10 +7,12 @@ import itertools
 import json
 import random
 import socket
+import subprocess
+import sys
 import threading
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -151,12 +153,14 @@ def form(members):
 
 
 @contextmanager
-def stranger(lighthouse, name):
-    """A process that the lighthouse takes for a member. Gives a function that asks for a quorum, and returns the ids in it."""
+def stranger(lighthouse, name, bind=f"{HOST}:0"):
+    """A process that the lighthouse takes for a member, and that claims to listen on 127.0.0.1. Gives a function that asks for a
+    quorum, and returns the ids in it."""
     coordination = pytest.importorskip("torchft.coordination")
     second = timedelta(seconds=5)
-    server = coordination.ManagerServer(name, f"http://{lighthouse}", HOST, f"{HOST}:0", "", 1, second / 50, second, 0)
-    client = coordination.ManagerClient(server.address(), connect_timeout=second)
+    server = coordination.ManagerServer(name, f"http://{lighthouse}", HOST, bind, "", 1, second / 50, second, 0)
+    own = f"http://{bind.partition(':')[0]}:{server.address().rpartition(':')[2]}"
+    client = coordination.ManagerClient(own, connect_timeout=second)
     asked = {"group_rank": 0, "step": 1 << 60, "checkpoint_metadata": "", "shrink_only": False, "commit_failures": 0}
     try:
         yield lambda: client._quorum(**asked, timeout=second, init_sync=False).replica_ids
@@ -275,29 +279,66 @@ def test_no_address_that_another_process_sends_ends_an_island(address):
     assert IslandStatus.from_text(json.dumps(status.to_json()).encode()) == (None if address else status)
 
 
+def kill(lighthouse, replica_id):
+    """The status with which the lighthouse answers the button on torchft's web page that ends the process of a manager."""
+    host, _, port = lighthouse.rpartition(":")
+    with closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
+        connection.request("POST", f"/replica/{urllib.parse.quote(replica_id, safe='')}/kill")
+        with connection.getresponse() as answer:
+            return answer.status
+
+
 @pytest.mark.slow  # the lighthouse tries for 12 s to reach each manager
 def test_the_lighthouses_kill_route_kills_no_island(quorum):
-    """torchft's web page has a button that ends the process of a manager. The managers of these islands are in this process."""
+    """The managers of these islands are in this process."""
     form(quorum.members)
-    host, _, port = quorum.lighthouse.rpartition(":")
-    killed = []
-    for member in quorum.members:
-        with closing(http.client.HTTPConnection(host, int(port), timeout=20)) as connection:
-            connection.request("POST", f"/replica/{urllib.parse.quote(member._own_id, safe='')}/kill")
-            with connection.getresponse() as answer:
-                killed.append(answer.status)
+    with ThreadPoolExecutor(2) as pool:
+        killed = [*pool.map(lambda member: kill(quorum.lighthouse, member._own_id), quorum.members)]
     assert killed == [500, 500], "it found the replica, and could not reach it"
     assert form(quorum.members)[0].names == ("a", "b")
 
 
-def test_a_manager_listens_on_loopback_only(quorum):
+VICTIM = """
+import sys
+from atoll.engines.elastic.direct_network import DirectNetwork
+from atoll.engines.elastic.membership import Membership
+from atoll.engines.elastic.snapshot_server import IslandStatus
+network = DirectNetwork("127.0.0.1", lighthouse=sys.argv[1], run_id="run-1")
+member = Membership(IslandStatus("c", True, "127.0.0.1:1"), network, 20.0, lambda text: None)
+member.join()
+print(member._server.address().rpartition(":")[2], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow  # the lighthouse tries for 12 s to reach the manager
+def test_a_member_that_registers_the_port_of_anothers_manager_does_not_kill_it(quorum):
+    """Its own manager has the same port on another loopback address, and it claims to listen on 127.0.0.1."""
+    command = [sys.executable, "-c", VICTIM, quorum.lighthouse]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as victim:
+        port = int(victim.stdout.readline())
+        with stranger(quorum.lighthouse, "x", bind=f"127.0.0.2:{port}") as ask, ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask)
+            form(quorum.members)
+            assert "x" in asked.result()
+            with suppress(http.client.HTTPException, OSError):  # of a manager that was killed
+                kill(quorum.lighthouse, "x")
+        assert victim.poll() is None
+        victim.stdin.close()
+        assert victim.wait(20) == 0
+
+
+def test_a_manager_listens_on_a_random_loopback_address_only(quorum):
+    addresses = set()
     for member in quorum.members:
         port = int(member._server.address().rpartition(":")[2])
         lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
         # In the kernel's table 0A is a listening socket, and 0100007F is 127.0.0.1.
-        assert [local for _, local, _, state, *_ in lines if state == "0A" and int(local[-4:], 16) == port] == [
-            f"0100007F:{port:04X}"
-        ]
+        (local,) = [local for _, local, _, state, *_ in lines if state == "0A" and int(local[-4:], 16) == port]
+        assert local[6:8] == "7F"
+        addresses.add(local[:8])
+    assert len(addresses) == 2
+    assert "0100007F" not in addresses
 
 
 # ------------------------------------------------------------------------------------------------------------ partitions

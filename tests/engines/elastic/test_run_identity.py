@@ -32,6 +32,21 @@ def test_a_run_keeps_its_id_and_no_other_run_has_it(tmp_path):
         run_id_of(tmp_path)
 
 
+def test_a_lost_run_id_is_taken_from_the_keys_so_that_join_files_stay_valid(join, tmp_path):
+    made, path = join[0].credentials, tmp_path / "run_id"
+    for reads in (lambda: RunSecrets.read(tmp_path).credentials.run_id, lambda: run_id_of(tmp_path)):
+        path.unlink()
+        assert reads() == path.read_text().strip() == made.run_id
+    path.write_text("run-0123456789abcdef\n")
+    with pytest.raises(ConfigError, match=f"is of {made.run_id}, .*run_id holds run-0123456789abcdef. Remove run_id if join files"):
+        RunSecrets.read(tmp_path)
+    path.unlink()
+    (tmp_path / "secrets" / "identity.json").write_text("{}")
+    with pytest.raises(ConfigError, match="Restore it from a copy, or remove it"):
+        run_id_of(tmp_path)
+    assert not path.exists()
+
+
 def test_a_join_file_survives_its_text_and_only_its_owner_can_read_it(join):
     made, path = join
     assert JoinFile.read(path) == made

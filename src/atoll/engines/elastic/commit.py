@@ -185,7 +185,7 @@ class CommitProtocol:
 
     def _exchange(self, collectives: GroupCollectives, monitor: QuorumMonitor, quorum: Quorum, proposal: Proposal) -> Commit:
         """Compare the members' states, and exchange the proposal among those that hold the valid one."""
-        version, in_round = proposal.version, proposal.tree is not None
+        version, in_round, network = proposal.version, proposal.tree is not None, self._membership.network
         self._last_epoch = max(self._last_epoch, version.epoch)
         confirmed, has_folder = self._status.confirmed, quorum.own.has_folder
         state = *version, in_round, self._last_epoch + 1, proposal.digest, confirmed, has_folder
@@ -193,7 +193,10 @@ class CommitProtocol:
         damaged = [name for name, row in zip(quorum.names, rows, strict=True) if not _is_possible(row)]
         if damaged:
             raise Disagreement(f"the state that {', '.join(damaged)} announced is impossible: it was damaged on the way", damaged)
-        states = [HeldState(tuple(map(int, row[:3])), int(row[4]), bool(row[5]), bool(row[6])) for row in rows]
+        folders = [bool(row[6]) and network.accepts_folder(name, "run") for name, row in zip(quorum.names, rows, strict=True)]
+        states = [
+            HeldState(tuple(map(int, row[:3])), int(row[4]), bool(row[5]), own) for row, own in zip(rows, folders, strict=True)
+        ]
         valid, diverged = select_state(states)
         first = int(max(rows[rank][3] for rank in (*valid, *diverged)))
         # The delta of an island whose bits differ counts, if the island computed those bits itself.
@@ -210,7 +213,9 @@ class CommitProtocol:
         names = collectives.names
         epoch = self._last_epoch = attempt_epoch(names, first)
         announced = [row for rank, row in enumerate(rows) if rank not in stale]
-        leader = next((quorum.members[rank].identity for rank in valid if states[rank].has_folder), None)
+        # Without an island of the run's own folder, the first with a copy leads.
+        leads = min((rank for rank in valid if rows[rank][6]), key=lambda rank: not folders[rank], default=None)
+        leader = None if leads is None else quorum.members[leads].identity
         members = LastQuorum(tuple(quorum.members[rank].identity for rank in range(len(rows)) if rank not in stale), leader)
         self._check_majority(collectives, members.processes, any(row[7] for row in announced))
         after = StateVersion(version.round + in_round, epoch)

@@ -64,6 +64,10 @@ class DirectNetwork:
         """What other islands dial to reach a port of this one."""
         return f"{self.host}:{port}"
 
+    def accepts_folder(self, name: str, folder: str) -> bool:
+        """Whether the island of this name is believed to write this folder: the run's own, "run", or a copy, which has its name."""
+        return folder in ("run", name)
+
     def is_trusted(self, address: str) -> bool:
         """Whether connections to this address need neither authentication nor encryption."""
         return True

@@ -58,26 +58,25 @@ _LOOP_TOKENS = 1 << 32
 
 @dataclass(frozen=True)
 class CommittedRound:
-    """A round was committed, and the engine holds the new state. `superseded` are the buffers of the state before. An `opening`
-    commit precedes the first round."""
+    """A round was committed, and the engine holds the new state. `folders` are those that the participants are believed to write,
+    by name and in rank order. `superseded` are the buffers of the state before. An `opening` commit precedes the first round."""
 
     commit: Commit
     events: Sequence[Event]
+    folders: Mapping[str, str]
     superseded: Sequence[Any] = ()
     opening: bool = False
 
     def leader(self, folder: str) -> str | None:
         """The island that writes this commit into the log of this folder: the first that has the folder, and has not diverged."""
-        reports = self.commit.reports.items()
-        return next((name for name, one in reports if one.folder == folder and name not in self.commit.diverged), None)
+        return next((name for name, one in self.folders.items() if one == folder and name not in self.commit.diverged), None)
 
     @property
     def written(self) -> StateVersion:
         """How far the logs of all folders go, as the participants reported."""
-        reached: dict[str, StateVersion] = {}
-        for one in self.commit.result.reports:
-            if one.folder:
-                reached[one.folder] = max(reached.get(one.folder, NO_VERSION), StateVersion.of(one.written))
+        reached, reports = dict[str, StateVersion](), self.commit.reports
+        for name, folder in self.folders.items():
+            reached[folder] = max(reached.get(folder, NO_VERSION), StateVersion.of(reports[name].written))
         return min(reached.values(), default=NO_VERSION)
 
 
@@ -107,6 +106,7 @@ class ElasticEngine:
     ) -> None:
         self.name, self.algorithm, self._status = status.name, algorithm, status
         self._batches, self._make_replica, self._pause_s = batches, make_replica, pause_s
+        self._network = membership.network
         self.clock = WallClock()
         self.version = StateVersion(0, 0)
         self.accounting = ElasticAccounting()
@@ -205,7 +205,7 @@ class ElasticEngine:
         self._record_members(commit)
         self.leases.lease(commit.names)
         self._digest = self._compute_digest()
-        return CommittedRound(commit, self.accounting.drain(), opening=True)
+        return CommittedRound(commit, self.accounting.drain(), self._folders(commit), opening=True)
 
     def _train(self, alive: int, written: StateVersion) -> CommittedRound | StaleState:
         before = self.state
@@ -222,7 +222,12 @@ class ElasticEngine:
         self._check_progress(commit)
         # The rest of a round still reads the mean and the outer rule's state.
         superseded = [before.params] if self._fragmented else [before, commit.result.value]
-        return CommittedRound(commit, self.accounting.drain(), superseded)
+        return CommittedRound(commit, self.accounting.drain(), self._folders(commit), superseded)
+
+    def _folders(self, commit: Commit) -> dict[str, str]:
+        """The folders that participants report, where the network accepts them: a joiner cannot take over the run's own log."""
+        folders = {name: one.folder for name, one in commit.reports.items() if one.folder}
+        return {name: folder for name, folder in folders.items() if self._network.accepts_folder(name, folder)}
 
     def _proposal(self, written: StateVersion) -> Proposal:
         status = self._status

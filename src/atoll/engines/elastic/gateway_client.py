@@ -27,7 +27,7 @@ from atoll.engines.elastic.gateway_protocol import (
     wire_version,
 )
 from atoll.engines.elastic.run_identity import IDENTITY, Credentials, JoinFile, RunSecrets, server_name
-from atoll.engines.elastic.spec import NAME, JoinInfo, island_name
+from atoll.engines.elastic.spec import NAME, PLANNED, JoinInfo, island_name
 from atoll.engines.network_interfaces import LOOPBACK, is_dialled
 from atoll.engines.socket_transport import receive_record, splice
 
@@ -284,6 +284,10 @@ class GatewayNetwork(DirectNetwork):
 
     def address_of(self, port: int) -> str:
         return f"island:{self._client.name}" + (f":{port}" if self._is_local else "")
+
+    def accepts_folder(self, name: str, folder: str) -> bool:
+        """The run's own folder is that of the islands that the run starts: the gateway gives their names to its own machine."""
+        return PLANNED.fullmatch(name) is not None if folder == "run" else folder == name
 
     def is_trusted(self, address: str) -> bool:
         """Only an island that the run starts is on the gateway's machine, whatever an address says."""

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -461,7 +462,8 @@ class IslandProcess:
         addresses.pop(self._name, None)
         answers = query_islands(addresses, QUERY_S, self._network).values()
         others = [one for one in answers if self._joins or one.has_copy or one.name < self._name]
-        return any(one.has_folder and one.version >= version for one in others)
+        accepts = self._network.accepts_folder
+        return any(one.folder and accepts(one.name, one.folder) and one.version >= version for one in others)
 
     def _new_rescue_folder(self) -> RunFolder:
         """A new folder, with a number behind its name if an earlier rescue has that name."""
@@ -490,12 +492,16 @@ class IslandProcess:
             self._stay("the leader", lambda: leader_log.is_finished or not self._has_folder_peer(), lambda: True, SILENT_S)
         elif leader is not None and leader in addresses:
             self._log(f"{self._name} stays until {leader} has finished the run")
-            asked = {leader: addresses[leader]}
-            self._stay(leader, lambda: leader_log.is_finished, lambda: query_islands(asked, SILENT_S, self._network))
+            asked, limit_s = {leader: addresses[leader]}, self._spec.quorum_timeout_s
+            ask = partial(query_islands, asked, SILENT_S, self._network)
+            if not self._stay(leader, lambda: leader_log.is_finished, ask, limit_s):
+                self._log(
+                    f"{leader} answers no more, or has not finished the run within {limit_s:g} s, so {self._name} finishes it"
+                )
 
     def _has_folder_peer(self) -> bool:
         answers = query_islands(self._engine.peer_addresses, QUERY_S, self._network)
-        return any(status.folder == "run" for status in answers.values())
+        return any(one.folder == "run" and self._network.accepts_folder(name, "run") for name, one in answers.items())
 
     def _stay(self, leader: str, finished: Callable[[], bool], answers: Callable[[], object], limit_s: float = math.inf) -> bool:
         """Wait until the leader has finished the run, but not for longer than `limit_s`, nor for `SILENT_S` without an answer.

@@ -8,6 +8,7 @@ makes the quorum wait while one island recovers.
 from __future__ import annotations
 
 import gc
+import secrets
 import socket
 import threading
 import time
@@ -43,6 +44,11 @@ _QUORUM_RETRIES = 1000
 """Of torchft's manager while the lighthouse is away. Without retries it never answers a request that the lighthouse died over."""
 _UNREACHABLE = "255.255.255.255"  # TCP refuses it at once, and no name server is asked
 _GlooOptions: Any = getattr(dist.ProcessGroupGloo, "_Options")  # noqa: B009 (torch's stubs lack it)
+
+
+def _random_loopback() -> str:
+    """One of the 2^24 loopback addresses. Linux has all of them, and elastic runs need Linux."""
+    return f"127.{secrets.randbelow(256)}.{secrets.randbelow(256)}.{1 + secrets.randbelow(254)}"
 
 
 class MembershipLost(ExchangeFailed):
@@ -91,6 +97,7 @@ class Membership:
         self._store: TCPStore
         self._store, self._store_port = open_store(self._host)
         self._own_id = ""
+        self._manager_host = _random_loopback()
         self._ignored: set[str] = set()
         self._server: Any = None
         self._client: Any = None
@@ -113,7 +120,7 @@ class Membership:
         with log_while_waiting(self._log, f"the lighthouse at {self._lighthouse} does not answer yet"):
             self._server = self._retry(lambda: self._manager_server(coordination))
         port = self._server.address().rpartition(":")[2]
-        self._client = coordination.ManagerClient(f"http://{LOOPBACK}:{port}", connect_timeout=_CONNECT_LIMIT)
+        self._client = coordination.ManagerClient(f"http://{self._manager_host}:{port}", connect_timeout=_CONNECT_LIMIT)
 
     def _manager_server(self, coordination: Any) -> Any:
         status = self._status
@@ -124,9 +131,10 @@ class Membership:
             replica_id=self._own_id,
             lighthouse_addr=f"http://{self._lighthouse}",
             # Only this island talks to its manager. The lighthouse's web page has a button that kills the island of a manager, so
-            # the lighthouse gets no address that it could dial.
+            # the lighthouse gets no address that it could dial. It also dials what other members register as theirs: they would
+            # have to guess this address.
             hostname=_UNREACHABLE,
-            bind=f"{LOOPBACK}:0",
+            bind=f"{self._manager_host}:0",
             store_addr="",
             world_size=1,
             heartbeat_interval=_HEARTBEAT,

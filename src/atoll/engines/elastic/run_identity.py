@@ -42,11 +42,14 @@ _SKEW = timedelta(days=1)
 
 
 def run_id_of(folder: Path) -> str:
-    """The id of the run in this folder, which the first call draws."""
+    """The id of the run in this folder, which the first call draws. If its file was lost, that of the folder's keys, which join
+    files have, too."""
     path = folder / "run_id"
     if not path.exists():
+        has_keys = os.path.lexists(_path(folder))
+        run_id = RunSecrets._read(folder).credentials.run_id if has_keys else f"run-{secrets.token_hex(8)}"
         with suppress(FileExistsError):  # another process was faster
-            _create(path, f"run-{secrets.token_hex(8)}\n", 0o644)
+            _create(path, f"{run_id}\n", 0o644)
     try:
         text = path.read_text("utf-8", errors="replace").strip()
     except OSError as error:
@@ -206,7 +209,19 @@ class RunSecrets:
 
     @staticmethod
     def read(folder: Path) -> RunSecrets:
-        """Raises ConfigError if there are none, or they cannot be read."""
+        """Raises ConfigError if there are none, or they cannot be read, or are of another run."""
+        found, path = RunSecrets._read(folder), _path(folder)
+        if found.credentials.run_id != run_id_of(folder):
+            raise ConfigError(
+                f"{path} is of {found.credentials.run_id}, and {folder / 'run_id'} holds {run_id_of(folder)}. Remove run_id if "
+                f"join files of {found.credentials.run_id} are to stay valid: the next start takes the id from {path.name}. Else "
+                f"remove {path.name}, and every join file has to be written anew."
+            )
+        return found
+
+    @staticmethod
+    def _read(folder: Path) -> RunSecrets:
+        """Those that lie in this folder, whatever its run's id is."""
         path = _path(folder)
         with suppress(OSError):  # which the reading explains
             _refuse_public(path)
@@ -217,6 +232,8 @@ class RunSecrets:
             found = RunSecrets(credentials, **{**record, "revoked": tuple(record["revoked"])})
             if not all(isinstance(one, str) for one in (*vars(credentials).values(), *found.revoked)):
                 raise ValueError("its credentials and the ids of join files are texts")
+            if not _RUN_ID.fullmatch(credentials.run_id):
+                raise ValueError("its run id is none")
         except FileNotFoundError as error:
             raise ConfigError(f"{folder} has no {path.relative_to(folder)}: no machine has been admitted to it yet.") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -224,8 +241,6 @@ class RunSecrets:
                 f"{path} cannot be read ({type(error).__name__}: {error}). Restore it from a copy, or remove it: the next start "
                 f"of the run then writes a new one, and every join file has to be written anew."
             ) from error
-        if credentials.run_id != run_id_of(folder):
-            raise ConfigError(f"{path} is of {credentials.run_id}, and {folder} holds {run_id_of(folder)}. Remove it.")
         return found
 
     @staticmethod
