@@ -22,7 +22,7 @@ import atoll
 from atoll import recipes
 from atoll.algorithms.acco import ACCO
 from atoll.algorithms.diloco import DiLoCo
-from atoll.cli import doctor_command, inspect_commands, main as cli, prepare_command, run_command, runs_command, sweep_command
+from atoll.cli import doctor_command, inspect_commands, list_runs_command, main as cli, prepare_command, run_command, sweep_command
 from atoll.cli.recipe_settings import run_of, spec_with
 from atoll.core.config.overrides import override
 from atoll.core.events import KINDS, RoundFinished
@@ -83,7 +83,7 @@ def parsed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(run_command, "compare_runs", stand_in(run_command, "compare_runs"))
     monkeypatch.setattr(run_command, "extended", lambda options, steps: options)
     monkeypatch.setattr(sweep_command, "sweep", stand_in(sweep_command, "sweep"))
-    monkeypatch.setattr(runs_command, "list_runs", stand_in(runs_command, "list_runs"))
+    monkeypatch.setattr(list_runs_command, "list_runs", stand_in(list_runs_command, "list_runs"))
     for name in ("join_run", "invite_joiner"):
         monkeypatch.setattr(elastic_launch, name, stand_in(elastic_launch, name))
     monkeypatch.setattr(run_command, "carry_out", lambda options, faults=None: calls.append(("run", vars(options))) or tmp_path)

@@ -91,10 +91,10 @@ OPENED_BY = {
     ("elastic, several machines", "gateway"): by("socket", "engines.elastic.gateway:__init__ engines.elastic.launch:"),
     ("elastic, joiner with a join file", "forwarders"): by("socket", "engines.elastic.gateway_client:"),
     ("elastic, joiner with `engine.listen` and a join file", "gateway of a standby"): lambda one: (
-        "engines.elastic.standby:__init__" in one["frames"] and not trusts(one)
+        "engines.elastic.standby_rendezvous:__init__" in one["frames"] and not trusts(one)
     ),
     ("elastic, joiner with `engine.listen` (loopback", "standby rendezvous"): lambda one: (
-        "engines.elastic.standby:__init__" in one["frames"] and trusts(one)
+        "engines.elastic.standby_rendezvous:__init__" in one["frames"] and trusts(one)
     ),
     ("ray", "a Ray that atoll starts"): lambda one: not one["frames"] and "ray" in one["command"],
     ("ray, existing cluster", "Ray"): never,

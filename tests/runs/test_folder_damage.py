@@ -31,7 +31,7 @@ from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.elastic.leader_event_log import PROCESSES_FILE
 from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
 from atoll.engines.elastic.spec import JOIN_INFO, JoinInfo
-from atoll.engines.elastic.standby import LIGHTHOUSE_FILE, REVOKED_FILE, former_port, former_revoked
+from atoll.engines.elastic.standby_rendezvous import LIGHTHOUSE_FILE, REVOKED_FILE, former_port, former_revoked
 from atoll.engines.elastic.supervisor import former_processes
 from atoll.engines.replay_async_run import replay_run
 from atoll.engines.run_lifecycle import RunRequest

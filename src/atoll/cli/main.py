@@ -410,7 +410,7 @@ def runs(
     json: Json = False,
 ) -> None:
     """List the runs in a folder: recipe, engine, state, step, loss and date."""
-    from atoll.cli.runs_command import list_runs
+    from atoll.cli.list_runs_command import list_runs
 
     list_runs(folder, as_json=json)
 

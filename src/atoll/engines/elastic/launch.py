@@ -41,7 +41,7 @@ from atoll.engines.elastic.rendezvous import RegistryClient, Rendezvous, check_f
 from atoll.engines.elastic.retry import retry
 from atoll.engines.elastic.run_identity import JoinFile, RunSecrets, run_id_of
 from atoll.engines.elastic.spec import Elastic, JoinInfo, check_address
-from atoll.engines.elastic.standby import SecuredStandby, TrustedStandby
+from atoll.engines.elastic.standby_rendezvous import SecuredStandby, TrustedStandby
 from atoll.engines.elastic.state_version import refuse_unreplicated
 from atoll.engines.elastic.supervised_process import RESCUED, STATELESS
 from atoll.engines.elastic.supervisor import ProcessHooks, Supervisor

@@ -25,7 +25,7 @@ JOIN_INFO = "join_info.json"
 """In the run's folder: what its rendezvous publishes to joiners."""
 NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 """Names of islands: they are parts of addresses and of ids."""
-PLANNED = re.compile(r"island-[0-9]{4,}")
+PLANNED = re.compile(r"island-([0-9]{4}|[1-9][0-9]{4,})")
 """Names of the islands that a run starts itself, on the machine with its folder."""
 
 

@@ -22,7 +22,7 @@ from atoll.engines.elastic.rendezvous import Registry, RegistryClient, Rendezvou
 from atoll.engines.elastic.run_identity import RunSecrets
 from atoll.engines.elastic.snapshot_server import IslandPhase, IslandStatus, SnapshotServer, query_status
 from atoll.engines.elastic.spec import Elastic, JoinInfo
-from atoll.engines.elastic.standby import SecuredStandby, TrustedStandby, former_port
+from atoll.engines.elastic.standby_rendezvous import SecuredStandby, TrustedStandby, former_port
 from atoll.engines.network_interfaces import free_port
 
 HOST, LIMIT_S = "127.0.0.1", 20.0
