@@ -109,6 +109,33 @@ def test_devices_resume_from_their_own_slices(four):
         assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
 
 
+def states_of(group, how):
+    """A process's state in the middle of a round, while the module has the agreed weights, and those that it gathers."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "device"))
+    model = wrap(how, mesh, WORKLOAD.module())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with atoll.islands(model, optimizer, ALGORITHM, mesh=mesh, limit_s=30.0) as islands:
+        for step in range(4):
+            WORKLOAD.loss(model, batch_of(islands.rank, step, mesh.get_local_rank("device"))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with islands.agreed():
+            return islands.state_dict(), islands.state_dicts()
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_the_first_device_gathers_the_states_of_its_island(four, how):
+    found = four.run(states_of, how)
+    assert [len(gathered) for _, gathered in found] == [2, 0, 2, 0]
+    for (state, _), gathered in zip(found, [*found[0][1], *found[2][1]], strict=True):
+        own, expected = gathered.pop("own"), state.pop("own")
+        tensors = gathered.pop("tensors"), state.pop("tensors")
+        assert torch.equal(own, expected)
+        assert tensors[0].keys() == tensors[1].keys()
+        assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+        assert gathered == state
+
+
 @pytest.mark.parametrize(
     "algorithm", [DiLoCo(inner_steps=4, codec="int4"), Streaming(inner_steps=4, fragments=2, overlap=2, mixing=0.25, codec="int8")]
 )
