@@ -214,6 +214,19 @@ def test_rank_0_broadcasts_at_any_piece_size(four):
             assert sent_bytes == 0, "no algorithm sends it"
 
 
+def gather(group, lengths, chunk_bytes):
+    collectives = GroupCollectives(group, timeout_s=60.0, chunk_bytes=chunk_bytes)
+    mine = buffer_of(collectives.rank)[: lengths[collectives.rank]].clone()
+    return collectives.gather(mine, lengths), collectives.sent_bytes
+
+
+def test_rank_0_gathers_buffers_of_different_lengths_at_any_piece_size(four):
+    for lengths, chunk_bytes in (((0, NUMEL, 3), 1 << 20), ((1, 3, NUMEL), 20), ((0, 0, 1), 3)):
+        (gathered, _), *others = four.run(gather, lengths, chunk_bytes, size=3)
+        assert all(torch.equal(gathered[rank], buffer_of(rank)[: lengths[rank]]) for rank in (1, 2))
+        assert others == [({}, 0)] * 2, "no algorithm sends it"
+
+
 def sum_without(group, leaver):
     """A sum of all ranks, then one of those that stay."""
     collectives = GroupCollectives(group, timeout_s=60.0, chunk_bytes=12)

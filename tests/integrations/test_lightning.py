@@ -8,6 +8,7 @@ import sys
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ class Module(lightning.LightningModule):
         return WORKLOAD.loss(self.net, batch)
 
     def validation_step(self, batch, index):
-        self.log("val_loss", WORKLOAD.loss(self.net, batch))
+        self.log("val_loss", WORKLOAD.loss(self.net, batch), sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
@@ -68,13 +69,16 @@ class SavesAfterTheFirstEpoch(lightning.Callback):
             trainer.save_checkpoint(self._path)
 
 
-def batches(rank, count):
-    return torch.utils.data.DataLoader([WORKLOAD.batches.batch(rank, step) for step in range(count)], batch_size=None)
+def batches(rank, count, device=0, devices=1):
+    """Those of a device, which begin again after 4 of an island: Lightning resumes an epoch with the first batch of its loader."""
+    steps = range(device, count * devices, devices)
+    return torch.utils.data.DataLoader([WORKLOAD.batches.batch(rank, step) for step in steps], batch_size=None)
 
 
-def trainer(callbacks, epochs, **settings):
+def trainer(callbacks, epochs, devices=1, **settings):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return lightning.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, callbacks=callbacks, **{**quiet, **settings})
+    settings = {"accelerator": "cpu", "devices": devices, "strategy": "ddp" if devices > 1 else "auto", **quiet, **settings}
+    return lightning.Trainer(max_epochs=epochs, callbacks=callbacks, **settings)
 
 
 def fitted(group, counts, folder, torchrun, resumes):
@@ -154,32 +158,90 @@ def test_validations_and_the_last_checkpoint_are_of_agreed_weights_and_every_isl
     assert all(math.isfinite(event.loss) for event in events if isinstance(event, Computed))
 
 
-def monitored(group, folder, torchrun, resumed_from):
-    """An epoch of 8 batches with a validation after each second, of which the best is saved; or from that checkpoint on. Returns
-    weights, losses, and the loss of the weights in the best checkpoint."""
+def monitored(group, folder, torchrun, resumed_from, devices=1):
+    """An epoch of 8 steps with a validation after each second, of which the best is saved; or from that checkpoint on. Returns
+    weights, losses, the loss of the weights in the best checkpoint, steps, and the position of the process."""
     warnings.simplefilter("ignore")
     with torchrun():
-        rank = alone().rank
+        rank = alone(devices).rank
         module, callback, seen = Module(), IslandsCallback(ALGORITHM, limit_s=30.0), Validations()
         path = f"{folder}/{rank}"
         best = lightning.callbacks.ModelCheckpoint(dirpath=path, monitor="val_loss", save_top_k=-1, filename="{step}")
-        trains = trainer([callback, seen, best], 1, val_check_interval=2, num_sanity_val_steps=0, enable_checkpointing=True)
+        settings = {"val_check_interval": 2, "num_sanity_val_steps": 0, "enable_checkpointing": True}
         start = resumed_from and f"{path}/step={resumed_from}.ckpt"
-        trains.fit(module, batches(rank, 8), batches(3, 1), ckpt_path=start)
+        trains = trainer([callback, seen, best], 1, devices, use_distributed_sampler=False, **settings)
+        share = {"device": trains.global_rank, "devices": devices}
+        trains.fit(module, batches(rank, 8, **share), batches(3, 1, **share), ckpt_path=start)
     scored = Module()
     scored.load_state_dict(torch.load(best.best_model_path, weights_only=False)["state_dict"])
     with torch.no_grad():
-        (batch,) = batches(3, 1)
-        return Tree.of(module), seen.losses, float(WORKLOAD.loss(scored.net, batch)), callback.islands.steps
+        loss = sum(float(WORKLOAD.loss(scored.net, batch)) for batch in batches(3, devices)) / devices
+    return Tree.of(module), seen.losses, loss, callback.islands.steps, tuple(callback.islands._entered().topology.position)
 
 
 def test_a_monitored_checkpoint_holds_the_weights_that_were_scored_and_resumes_to_the_bit(two, torchrun, tmp_path):
     straight = two.run(monitored, str(tmp_path), torchrun(), None)
-    assert all(best == min(losses) for _, losses, best, _ in straight)
+    assert all(best == min(losses) for _, losses, best, *_ in straight)
     resumed = two.run(monitored, str(tmp_path), torchrun(), 4)
-    for (params, _, _, steps), (expected, *_) in zip(resumed, straight, strict=True):
+    for (params, _, _, steps, _), (expected, *_) in zip(resumed, straight, strict=True):
         assert steps == 8
         assert params.equal(expected)
+
+
+def averaged_gradients(group):
+    """The weights after 8 steps of islands of one device, each on the batches of two."""
+    plain = WORKLOAD.module()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.5)
+    with atoll.islands(plain, optimizer, ALGORITHM):
+        for step in range(8):
+            optimizer.zero_grad()
+            for position in (2 * step, 2 * step + 1):
+                (WORKLOAD.loss(plain, WORKLOAD.batches.batch(dist.get_rank(), position)) / 2).backward()
+            optimizer.step()
+    return Tree.of(plain)
+
+
+@pytest.mark.slow
+def test_islands_of_two_devices_train_data_parallel_and_resume_from_checkpoints_of_one_process(two, four, torchrun, tmp_path):
+    straight = four.run(monitored, str(tmp_path), torchrun(), None, 2)
+    assert [position for *_, position in straight] == [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]
+    params, losses, best, *_ = straight[0]
+    assert all(found[0].equal(params) for found in straight)
+    assert all(found[1] == losses for found in straight)
+    assert best == pytest.approx(min(losses))
+    torch.testing.assert_close(params.flat, two.run(averaged_gradients)[0].flat)
+    for at in (4, 6):  # in the middle of a round, and at the end of one
+        saved = torch.load(tmp_path / f"0/step={at}.ckpt", weights_only=True)["callbacks"]["LightningIslands"]["devices"]
+        assert [state["position"] for state in saved] == [[0, 2, 0, 2], [0, 2, 1, 2]]
+        assert len({state["module_digest"] for state in saved}) == 1, "both devices hold the same weights"
+        resumed = four.run(monitored, str(tmp_path), torchrun(), at, 2)
+        assert all(found[0].equal(params) for found in resumed)
+        assert all(found[1] == losses[at // 2 :] for found in resumed)
+        assert [found[3] for found in resumed] == [8] * 4
+
+
+class SavesInTheFirstProcess(lightning.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.is_global_zero:
+            trainer.save_checkpoint("nowhere")
+
+
+def saved_by_one(group, torchrun):
+    """What ends the training of each device of an island whose first one saves alone."""
+    warnings.simplefilter("ignore")
+    with torchrun():
+        alone(2)
+        try:
+            trainer([IslandsCallback(ALGORITHM, limit_s=2.0), SavesInTheFirstProcess()], 1, 2).fit(Module(), batches(0, 8))
+        except Exception as error:
+            return repr(error)
+
+
+def test_a_checkpoint_that_the_first_device_saves_alone_ends_with_an_error(two, torchrun):
+    first, second = two.run(saved_by_one, torchrun())
+    assert "device 0 of island 0 could not receive from device 1 of island 0 within 2 s" in first
+    assert "call trainer.save_checkpoint in each of its processes" in first
+    assert second is not None
 
 
 @pytest.mark.parametrize("name", ["StochasticWeightAveraging", "EMAWeightAveraging"])
@@ -211,9 +273,14 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch):
         importlib.import_module("atoll.integrations.lightning")
 
 
-def test_islands_of_several_devices_are_refused_with_another_way():
-    with pytest.raises(ConfigError, match=r"alone\(devices=2\): Lightning's checkpoints .* use Hugging Face's Trainer"):
-        alone(devices=2)
+def test_devices_that_hold_a_part_of_the_module_are_refused():
+    module = Module()
+    strategy = lightning.strategies.ModelParallelStrategy()
+    shards = SimpleNamespace(
+        optimizers=[module.configure_optimizers()], callbacks=[], world_size=2, model=module, strategy=strategy
+    )
+    with pytest.raises(ConfigError, match=r'ModelParallelStrategy with 2 devices: .* Trainer\(strategy="ddp"\)'):
+        IslandsCallback(ALGORITHM).on_train_start(shards, module)
 
 
 def test_an_algorithm_that_steps_by_itself_or_needs_a_hub_is_refused_before_there_is_a_trainer():

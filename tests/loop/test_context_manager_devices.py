@@ -70,7 +70,13 @@ def train_on_devices(group, how, saved=None, start=0, stop=STEPS, algorithm=ALGO
             optimizer.zero_grad()
             with torch.no_grad():
                 model(torch.ones(1, 5))  # an evaluation, after which FSDP2 keeps the parameters unsharded
-        state = {"islands": islands.state_dict(), "model": None if how == "fsdp" else copy.deepcopy(model.state_dict())}
+        with islands.agreed():
+            in_agreed = islands.state_dict(), islands.state_dicts()
+        state = {
+            "in_agreed": in_agreed,
+            "islands": islands.state_dict(),
+            "model": None if how == "fsdp" else copy.deepcopy(model.state_dict()),
+        }
     return whole(model), islands.sent_bytes, state
 
 
@@ -87,6 +93,16 @@ def train_on_one(group, algorithm):
     return whole(model), islands.sent_bytes
 
 
+def check_gathered(found):
+    """The first device of each island has the states of both, which were saved in the middle of a round."""
+    assert [len(gathered) for _, gathered in found] == [2, 0, 2, 0]
+    for (state, _), gathered in zip(found, [*found[0][1], *found[2][1]], strict=True):
+        tensors, expected = ({"own weights": each["own"], **each["tensors"]} for each in (gathered, state))
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+        assert all(gathered[name] == state[name] for name in gathered.keys() | state.keys() if name not in ("own", "tensors"))
+
+
 @pytest.mark.parametrize(("how", "weighting"), [("ddp", "uniform"), ("fsdp", "uniform"), ("ddp", "tokens")])
 def test_two_devices_train_like_one_with_twice_the_batch_and_each_sends_half(two, four, how, weighting):
     algorithm = replace(ALGORITHM, weighting=weighting)
@@ -97,6 +113,7 @@ def test_two_devices_train_like_one_with_twice_the_batch_and_each_sends_half(two
             torch.testing.assert_close(one, other)
         assert all(torch.equal(one, other) for one, other in zip(weights, found[0][0], strict=True))
     assert sum(sent for _, sent, _ in found) == 2 * sent_bytes
+    check_gathered([state["in_agreed"] for _, _, state in found])
     # FSDP2 shards rows, so a tensor of one row belongs to one device.
     assert max(sent for _, sent, _ in found) <= (0.51 if how == "ddp" else 0.6) * sent_bytes
 

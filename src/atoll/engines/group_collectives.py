@@ -315,6 +315,20 @@ class GroupCollectives:
 
         self._pipeline(steps())
 
+    def gather(self, mine: Tensor, lengths: Sequence[int]) -> dict[int, Tensor]:
+        """On rank 0 the buffers of the other ranks, of these numbers of elements; nothing on the others. The bytes are not counted:
+        no algorithm sends them."""
+        others = {rank: mine.new_empty(lengths[rank]) for rank in self._others()} if self.rank == 0 else {}
+
+        def steps() -> Iterator[Callable[[], None]]:
+            for start in range(0, max(lengths), length := max(1, self._chunk_bytes // mine.element_size())):
+                chunk = slice(start, start + length)
+                sends = {0: mine[chunk]} if self.rank and start < len(mine) else {}
+                yield self._post(sends, {rank: buffer[chunk] for rank, buffer in others.items() if start < len(buffer)})
+
+        self._pipeline(steps())
+        return others
+
     # -------------------------------------------------------------------------------------------------------------- chunks
 
     def _pipeline(self, steps: Iterator[Callable[[], Callable[[], None] | None]]) -> None:

@@ -49,7 +49,6 @@ class HuggingFaceIslands(TrainerIslands, _Callback):  # type: ignore[misc]
     """
 
     trainer = "Trainer"
-    several = "call alone(devices=...)"
 
     def __init__(
         self,

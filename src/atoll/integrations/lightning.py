@@ -4,6 +4,8 @@
     trainer = lightning.Trainer(devices=1, callbacks=[IslandsCallback(atoll.DiLoCo(inner_steps=500))])
     trainer.fit(module, make_loader(rank, size))
 
+After `alone(devices=N)` every N processes are an island, on which `Trainer(devices=N, strategy="ddp")` trains data-parallel.
+
 Lightning's checkpoints contain the callback's state. Give each island its own folder, for its loggers and checkpoints. Validations
 are of the last agreed weights, and a checkpoint right after one holds what was validated, such as that of
 ModelCheckpoint(monitor="val_loss"). Other checkpoints hold this island's own weights. Training resumes from both. Those after
@@ -16,7 +18,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from atoll.core.errors import ConfigError
+from torch.nn.parallel import DistributedDataParallel
+
+from atoll.core.errors import ConfigError, ExchangeFailed
 from atoll.core.optional_imports import require
 from atoll.integrations import trainer_context
 from atoll.integrations.trainer_context import TrainerIslands
@@ -28,16 +32,12 @@ _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveragin
 
 
 def alone(devices: int = 1) -> RankAndSize:
-    """Hides torchrun's other processes, each of which is an island of one device; see the `alone` of
-    `atoll.integrations.trainer_context`. Lightning, which has read torchrun's variables when it was imported, logs on every island,
-    and only island 0 says on the terminal what it does."""
-    if devices != 1:
-        raise ConfigError(
-            f"alone(devices={devices}): Lightning's checkpoints hold the state of one process, so an island has one device. "
-            f"For islands of several devices {LightningIslands.several}."
-        )
-    joined = trainer_context.alone()
-    require("lightning.fabric.utilities.rank_zero", extra="lightning", purpose="Lightning's callbacks").rank_zero_only.rank = 0
+    """Hides torchrun's other processes; see the `alone` of `atoll.integrations.trainer_context`. Lightning, which has read
+    torchrun's variables when it was imported, logs in the first process of every island, and only island 0 says on the terminal
+    what it does."""
+    joined = trainer_context.alone(devices)
+    rank_zero = require("lightning.fabric.utilities.rank_zero", extra="lightning", purpose="Lightning's callbacks")
+    rank_zero.rank_zero_only.rank = hidden_position().device
     if joined.rank:
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     return joined
@@ -46,12 +46,13 @@ def alone(devices: int = 1) -> RankAndSize:
 class LightningIslands(TrainerIslands, _Callback):  # type: ignore[misc]
     """Counts the steps of the module's one optimizer. Gradient accumulation and AMP are supported.
 
+    With several devices, the state in a checkpoint is that of all of them, which the first one gathers.
+
     Its arguments are an algorithm that counts the steps of an optimizer, such as DiLoCo, and `limit_s`, `finish`, `examples`,
     `trusted_network`, `average_buffers`, `out` and `sinks` of `atoll.islands`.
     """
 
     trainer = "Lightning"
-    several = "use Hugging Face's Trainer, or atoll.islands with a mesh in your own loop"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if hidden_position().island and trainer.progress_bar_callback is not None:
@@ -69,6 +70,11 @@ class LightningIslands(TrainerIslands, _Callback):  # type: ignore[misc]
                     f"{name} would average weights of one island in the middle of its rounds, and put another average into each "
                     f"island's model at the end. Leave it out: the agreed weights are the mean of all islands."
                 )
+        if trainer.world_size > 1 and not isinstance(trainer.model, DistributedDataParallel):
+            raise ConfigError(
+                f"{type(trainer.strategy).__name__} with {trainer.world_size} devices: each device of an island holds the whole "
+                f'module. Give Trainer(strategy="ddp"), or use atoll.islands with a mesh in your own loop.'
+            )
         self._open(pl_module, trainer.optimizers[0], trainer.world_size)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -97,11 +103,20 @@ class LightningIslands(TrainerIslands, _Callback):  # type: ignore[misc]
         self._close(exception)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state()
+        """Lightning calls it in every process, and writes what the first process of the island returns."""
+        if not self._is_open or self.islands is None:
+            return {}
+        try:
+            return {"devices": self.islands.state_dicts()}
+        except ExchangeFailed as error:
+            raise ExchangeFailed(
+                f"{error} A checkpoint has the states of all devices of an island: call trainer.save_checkpoint in each of its "
+                f"processes, not in the first alone."
+            ) from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict:
-            self._loaded = state_dict
+        states = state_dict.get("devices") or [state_dict]  # an older version saved the state of an island's one device
+        self._loaded = states[hidden_position().device % len(states)]
 
 
 IslandsCallback = LightningIslands

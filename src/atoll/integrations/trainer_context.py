@@ -83,8 +83,6 @@ class TrainerIslands:
 
     trainer: str
     """How errors name it."""
-    several: str
-    """How errors say what to do for islands of several devices."""
 
     def __init__(
         self,
@@ -123,8 +121,8 @@ class TrainerIslands:
         devices = hidden_position().devices
         if processes != devices:
             raise ConfigError(
-                f"{self.trainer} trains data-parallel in {processes} processes, and an island has {devices}. Call alone() first, "
-                f"and give it one device: each process is then an island. For islands of several devices {self.several}."
+                f"{self.trainer} trains data-parallel in {processes} processes, and an island has {devices}. Call alone() first: "
+                f"each process is then an island, whose trainer has one device. After alone(devices=N) it has N."
             )
         self._close(ConfigError("training was restarted before it had ended"))
         self.islands = islands(model, unwrap_optimizer(optimizer), self._algorithm, **self._arguments)

@@ -280,6 +280,11 @@ class Islands:
         """
         return self._entered().checkpoint(self.steps).to_dict()
 
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """The `state_dict()` of every device of this island, on its first device; an empty list on the others. All devices of the
+        island call it together, for a checkpoint that one process writes."""
+        return self._entered().gather_from_devices(self.state_dict())
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict()`. Call it on all islands, before the block, and load your model and optimizer too.
 

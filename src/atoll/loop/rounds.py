@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import math
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from atoll.core.errors import CheckpointError, ConfigError
 from atoll.core.flat_tree import Tree, free_buffer_pool
-from atoll.core.layout import Layout
+from atoll.core.layout import Layout, Piece
 from atoll.core.nested_trees import recycle
 from atoll.core.protocols import Owner, Work, fields_owned
-from atoll.core.serialization import Packed, pack, unpack
+from atoll.core.serialization import Packed, layout_from_json, layout_to_json, pack, unpack
 from atoll.engines.communication_thread import CommunicationThread, Request
 from atoll.engines.liveness import ExchangeTimeout
 from atoll.engines.shared_and_sharded_state import borrowed, owned
@@ -40,6 +41,7 @@ from atoll.replica.master_weights import check_exchange_dtype
 
 _KIND = "atoll.islands"
 _VERSION = 4
+_OWN = "own weights"  # among the tensors of the State, whose names have no spaces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +354,28 @@ class LoopContext:
         given["tokens_in_round"] = self._replica.logged_tokens
         return LoopCheckpoint(rounds=self.rounds, steps=steps, steps_in_round=in_round, **given)
 
+    def gather_from_devices(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """What `LoopCheckpoint.to_dict` returned on every device of this island, on its first one; nothing on the others. Tensors
+        travel as bytes, and everything else as JSON."""
+        intra_island, own = self.topology.intra_island, state["own"]
+        if intra_island is None:
+            return [state]
+        sent: dict[str, Tensor] = dict(state["tensors"]) if intra_island.rank else {}
+        if sent and own is not None and self._module.sharded:  # otherwise the first device holds the same weights
+            sent[_OWN] = own
+        layout = Layout(tuple(Piece(name, tuple(t.shape), t.dtype, 0, t.numel()) for name, t in sent.items()))
+        plain = {name: value for name, value in state.items() if name not in ("tensors", "own")}
+        header = json.dumps({**plain, "tensors": layout_to_json(layout)})
+        headers = [json.loads(text) for text in self._thread.call(lambda: intra_island.all_gather_text(header))]
+        layouts = [layout_from_json(found["tensors"]) for found in headers]
+        lengths = [sum(piece.count * piece.dtype.itemsize for piece in found.pieces) for found in layouts]
+        mine = torch.cat([torch.empty(0, dtype=torch.uint8), *(t.cpu().reshape(-1).view(torch.uint8) for t in sent.values())])
+        received = self._thread.call(lambda: intra_island.gather(mine, lengths))
+        if intra_island.rank:
+            return []
+        states = [{**headers[rank], "tensors": _cut(data, layouts[rank])} for rank, data in received.items()]
+        return [state, *({**other, "own": other["tensors"].pop(_OWN, own)} for other in states)]
+
     def complete(self) -> None:
         """Complete the rounds together with the other islands, and leave the agreed weights in the module."""
         if self.final_params is not None:
@@ -409,6 +433,12 @@ def _check_equal(fingerprints: Sequence[float], what: str, position: GridPositio
             f"{', '.join(others)} entered with {what} than island 0. Island {position.island} has {here}. Give the same on all "
             f"islands."
         )
+
+
+def _cut(data: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The tensors whose bytes lie one after the other, each in memory of its own."""
+    parts = torch.split(data, [piece.count * piece.dtype.itemsize for piece in layout.pieces])
+    return {p.name: part.clone().view(p.dtype).view(p.shape) for p, part in zip(layout.pieces, parts, strict=True)}
 
 
 def _values_fingerprint(params: Tree, module: ModuleWeights) -> float:

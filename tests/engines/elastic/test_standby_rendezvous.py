@@ -12,7 +12,7 @@ from atoll import recipes
 from atoll.core.config.overrides import override
 from atoll.core.errors import ConfigError
 from atoll.core.verified_files import sealed
-from atoll.engines.elastic import rendezvous, standby as module
+from atoll.engines.elastic import rendezvous, standby_rendezvous as module
 from atoll.engines.elastic.direct_network import DirectNetwork
 from atoll.engines.elastic.gateway import Gateway
 from atoll.engines.elastic.gateway_client import GatewayClient, GatewayNetwork, joiner_network
