@@ -1,6 +1,6 @@
 """Tests use one torch thread, because they share two cores with other processes. All tests share a few worker processes, which take
-longer to start than most tests run. Ctrl-C reaches processes that tests start, also if a shell started the tests in the background,
-where it ignores SIGINT."""
+longer to start than most tests run. Ctrl-C and SIGHUP reach processes that tests start, also if a shell started the tests in the
+background, where it ignores SIGINT, or under nohup, which ignores SIGHUP."""
 
 import signal
 from contextlib import closing
@@ -12,6 +12,7 @@ from tests.process_pool import ProcessPool
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

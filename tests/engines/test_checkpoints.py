@@ -336,8 +336,8 @@ def test_a_missing_file_is_refused(tmp_path, name: str):
     ("change", "says"),
     [
         (
-            lambda content: {**content, "format": 1},
-            r"has format 1, and this version of atoll reads format 2\. Resume with the version",
+            lambda content: {**content, "format": 2},
+            r"has format 2, and this version of atoll reads format 3\. Resume with the version",
         ),
         (lambda content: {"round": 1}, r"meta\.json cannot be read \(.*format.*\)\. There is no older one"),
         (lambda content: [content], r"meta\.json cannot be read \(.*indices.*\)\. There is no older one"),

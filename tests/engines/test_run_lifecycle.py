@@ -105,7 +105,7 @@ def test_saved_type_names_are_part_of_the_format(straight):
     )
     parts = (straight.folder / "checkpoints").rglob("*.safetensors")
     part_types = set().union(*(saved_types(json.loads(read_tensors(part)[1]["structure"])) for part in parts))
-    assert (run["format"], engine["format"], meta["content"]["format"]) == (2, 1, 2)
+    assert (run["format"], engine["format"], meta["content"]["format"]) == (2, 1, 3)
     expected = ["AdamW", "Cluster", "Cosine", "DiLoCo", "GPT", "IID", "Keep", "Link", "Nesterov", "Run", "Text", "Train"]
     assert sorted(saved_types(run)) == expected
     assert part_types == {"MomentumState"}

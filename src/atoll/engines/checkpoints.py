@@ -28,7 +28,7 @@ from atoll.core.errors import CheckpointError, one_line
 from atoll.core.serialization import Packed, pack, read_tensors, unpack, write_tensors
 from atoll.core.verified_files import file_digest, json_digest, parse_json, sync_folder
 
-FORMAT = 2
+FORMAT = 3
 _META = "meta.json"
 _SUFFIX = ".safetensors"
 _SAVING, _REPLACED, _REMOVING = ".saving", ".replaced", ".removing"  # suffixes of hidden folders

@@ -23,7 +23,7 @@ SAVED_RECORDS = {
     "DPUState": "params optimizer steps waiting",
     "DelayedState": "step velocity total",
     "DiLoCoState": "params outer local unsent tokens late",
-    "EagerState": "params outer begin momentum delta",
+    "EagerState": "params outer begin momentum delta share",
     "StreamingState": "params outer local unsent unloaded",
     "Gradient": "sum weight tokens",
     "MomentumState": "step velocity",
