@@ -14,7 +14,7 @@ from ablations import Group
 from atoll.telemetry.plot_style import save_figure
 from atoll.telemetry.units import human_bytes, human_count, human_time, human_times
 from cells import Outcome
-from claims import Claim, lower
+from claims import INTERVAL_RULE, Claim, lower
 from curves import costs_figure, deltas_figure
 from paper_claims_rows import ACCO, DELAYED, DPU, FREE, ONE, OVERLAPPED, SYNC, WP, Choice, Plan, diloco, times_batch
 from paper_claims_verdicts import (
@@ -236,15 +236,15 @@ def report(study: Study) -> list[str]:
 def brief_table(study: Study) -> str:
     """The README's table: a headline row per method, its regime, and the verdicts on its difference from a row."""
     plan, outcomes = study.plan, study.outcomes
-    k, many, (short, middle, long) = plan.islands, plan.many, plan.lengths
-    rounds = {length: f"{plan.steps // length} rounds of {length} steps" for length in plan.lengths}
+    k, many, short, long = plan.islands, plan.many, plan.lengths[0], plan.lengths[-1]
+    rounds = {length: f"{plan.steps // length} rounds of {length} steps" for length in (short, long)}
     shown: dict[str, tuple[str, str, str | None]] = {
         ONE: ("one worker", f"{plan.steps:,} steps", None),
         times_batch(k): (f"{k} times the batch (DDP)", f"{plan.steps:,} exchanges", None),
         diloco(k, short): (f"DiLoCo, {k} islands", rounds[short], times_batch(k)),
         diloco(k, long): (f"DiLoCo, {k} islands", rounds[long], times_batch(k)),
         times_batch(many): (f"{many} times the batch (DDP)", f"{plan.steps:,} exchanges", None),
-        diloco(many, middle): (f"DiLoCo, {many} islands", rounds[middle], times_batch(many)),
+        diloco(many, short): (f"DiLoCo, {many} islands", rounds[short], times_batch(many)),
         DELAYED: ("asynchronous: Delayed Nesterov, Dynamic Local Updates", f"{k} workers of 0.58 to 3.33 s a step", SYNC),
         ACCO: ("ACCO", _link_text(study), OVERLAPPED),
     }
@@ -254,7 +254,7 @@ def brief_table(study: Study) -> str:
             continue
         outcome, compared, verdicts = outcomes[label], "-", ["-", "-"]
         if other is not None:
-            compared = f"{compared_text(study, label, other)} to {_reference(study, other)}"
+            compared = f"{compared_text(study, label, other)} from {_reference(study, other)}"
             claims = [lower("", label, other), Claim(text="", terms=((1.0, label), (-1.0, other)), below=CLOSE)]
             batch = next((islands for islands in plan.counts if other == times_batch(islands)), None)
             gated = batch is not None and not study.judged(batch)
@@ -263,8 +263,9 @@ def brief_table(study: Study) -> str:
         sent = outcome.mean("sent_bytes_per_island")
         costs = ["-" if sent is None else human_bytes(sent), figure_text.time_text(outcome)]
         rows.append([description, regime, figure_text.loss_text(outcome)[0], compared, *verdicts, *costs])
-    headings = ["method", "regime", "validation loss", "difference", "below it", f"at most {CLOSE:g} above", "sent per island"]
-    return f"{markdown_table([*headings, 'virtual time'], rows, left=2)}\n\n{_brief_note(study)}"
+    compared_with = ["difference from another row", "below that row", f"at most {CLOSE:g} above that row"]
+    headings = ["method", "regime", "validation loss", *compared_with, "sent per island", "virtual time"]
+    return f"{markdown_table(headings, rows, left=2)}\n\n{_brief_note(study)}"
 
 
 def _link_text(study: Study) -> str:
@@ -294,7 +295,7 @@ def _brief_note(study: Study) -> str:
     return (
         f"{figure_text.decoder_text(one)}, batches of {plan.batch_size * plan.seq_len:,} tokens per island, {len(study.seeds)} "
         f"seeds, each method at its best of three inner rates; DiLoCo's outer rule is {rule} (learning rate/momentum), the best of "
-        f'three. {NOTATION} The papers claim "below".{margin} {EDGE_RULE}'
+        f'three. {NOTATION} {INTERVAL_RULE} The papers claim "below".{margin} {EDGE_RULE}'
     )
 
 

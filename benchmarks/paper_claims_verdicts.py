@@ -59,15 +59,15 @@ NOTATION = (
     "± is the sample standard deviation over seeds. [a, b] is the 95 % interval of a difference, taken seed by seed (Student's t)."
 )
 EDGE_RULE = (
-    "(edge): of the two rows only the one whose lower loss could change the verdict has its best rate at an end of the rates that "
-    "were tried, so a rate beyond them may change it. (both edges): both rows have, so rates beyond may change the verdict or "
-    "confirm it."
+    "(edge): a rate that was not tried may change the verdict, since the row whose lower loss would change it has its best rate at "
+    "an end of the rates that were tried. (both edges): both rows have, so rates beyond may change the verdict or confirm it."
 )
 NO_TIME = "not run: device time"
 """What stands in the place of a row's loss: the time on the device ended before its cell."""
 
 Outcomes = Mapping[str, Outcome]
-_PPL = "{} and {} of perplexity"
+_PPL = "perplexity {} against {}"
+"""The figure of the row that the claim is about, then of the row that it is compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ def _overlap_claims(study: Study) -> list[Tested]:
         f"{plan.islands} islands, {plan.steps:,} updates of {plan.islands * plan.batch_size * plan.seq_len:,} tokens, "
         f"{plan.overlap_mbit_per_s:g} Mbit/s{_exchange_share(study)}"
     )
-    both = "24.2 and 24.3 of perplexity on 8 GPUs, 22.5 and 21.7 on 32"
+    both = _PPL.format("24.2", "24.3") + " on 8 GPUs, 22.5 against 21.7 on 32"
     text = "ACCO: as good as data-parallel training"
     same = Tested(
         text=text, claim=None, terms=(ACCO, OVERLAPPED), paper=both, regime=regime + _share(study, ACCO, OVERLAPPED), near=CLOSE

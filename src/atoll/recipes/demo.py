@@ -12,9 +12,9 @@ sends 2 * 3/4 of the gradients:
 - here 20,608 parameters * 4 bytes * 1.5 = 124 kB, which take 1.24 s at 0.8 Mbit/s. The latencies of 6 messages add 0.18 s: 1.42 s,
   0.42 of a step of 3.33 s. ACCO exchanges as much for each half of a batch, and the norm of the gradient for another 0.18 s:
   1.60 s, which the half's 1.665 s of computing hide.
-- the same ratio in a real case: 1 billion parameters with bfloat16 gradients are 1e9 * 2 bytes * 1.5 = 3 GB, which take 24 s at
-  1 Gbit/s. Islands of one GPU at 80 TFLOP/s take 6 * 1e9 * 640e3 / 80e12 = 48 s for a batch of 640,000 tokens. Both times grow with
-  the model, so the ratio holds for any number of parameters.
+- a similar ratio in a real case, 0.50: 1 billion parameters with bfloat16 gradients are 1e9 * 2 bytes * 1.5 = 3 GB, which take 24
+  s at 1 Gbit/s. Islands of one GPU at 80 TFLOP/s take 6 * 1e9 * 640e3 / 80e12 = 48 s for a batch of 640,000 tokens. Both times
+  grow with the model, so this ratio holds for any number of parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which island trains on which data, while islands come and go: every unit of data ends in exactly one committed delta.
+"""Which island trains on which data, while islands come and go: every unit of data ends in at most one committed delta.
 
 A unit is a run of batches of one shard. It is leased to an island for a round. If the island's delta is in the commit, the unit is
 delivered. If the island died, fell behind or had its delta rejected, the unit returns and is leased again before any new one. All

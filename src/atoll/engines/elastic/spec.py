@@ -50,8 +50,8 @@ class Elastic(ProcessSpec):
         devices: number of devices of each island. They share each of its batches, and its steps equal those of one device.
         join_timeout_s: of a joiner: how long it looks for a run whose name or address appears late; 0: it tries once.
         rescue_dir: a joiner without a copy that ends with the newest state, and reaches no island with the run's folder, saves the
-            state in this new folder, with a number behind its name if it exists; none: atoll-rescue-RECIPE-DATE in its working
-            directory.
+            state in this new folder, with a number behind its name if it exists; none: atoll-rescue-RECIPE-DATE-PID in its
+            working directory.
     """
 
     name: ClassVar[str] = "elastic"
