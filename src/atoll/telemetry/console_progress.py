@@ -70,8 +70,9 @@ class ConsoleSink(ClosingSink):
                 self._display.close()  # before the last line, which then stays below the bars
             case _:
                 pass
-        line, unchanged = event_text(event, self._who), False
-        if isinstance(event, ev.Attended):  # there are many a second
+        line = event_text(event, self._who)
+        unchanged = False
+        if isinstance(event, ev.Attended):  # every commit has one, and there are many a second: only another quorum is shown
             quorum = event.participating, event.alive, event.known, event.attempts
             unchanged, self._quorum = quorum == self._quorum, quorum
         if line is not None:

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import select
+import shutil
 import socket
 import ssl
 import threading
@@ -239,6 +240,16 @@ def test_islands_reach_each_other_by_dialling_out_only(site):
         assert query_status("box-3", "island:box-3", 0.3, networks[0]) is None, "no such island"
         with closing(GatewayNetwork(site.client(name="box-1"), "run-0000000000000000", refused=pytest.fail)) as another:
             assert query_status("box-2", status.address, LIMIT_S, another) is None, "of another run"
+
+
+def test_a_machine_whose_run_folder_is_lost_dials_the_gateway_with_the_last_credentials_that_it_read(site):
+    client, late = (machine_client(site.folder, site.address, "island-0000") for _ in range(2))
+    client.open("registry", LIMIT_S).close()
+    shutil.rmtree(site.folder)
+    assert echoes(client.open("registry", LIMIT_S))
+    with closing(GatewayNetwork(late, "", refused=pytest.fail)) as network, pytest.raises(ExchangeFailed) as failed:
+        network.check_reaches(network.registry, LIMIT_S)
+    assert str(failed.value) == f"{site.folder} has no secrets/identity.json: no machine has been admitted to it yet."
 
 
 def test_a_forwarded_port_leads_to_the_service(site):

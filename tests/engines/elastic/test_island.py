@@ -603,13 +603,18 @@ def test_a_joiner_saves_nothing_while_an_island_with_the_folder_has_the_state(tm
     assert not list(tmp_path.glob("atoll-rescue*"))
 
 
-def test_when_the_runs_folder_is_lost_islands_that_have_it_save_the_last_state_elsewhere(tmp_path, monkeypatch, threaded, toy):
+@pytest.mark.parametrize("one_dies", [False, True])
+def test_when_the_runs_folder_is_lost_islands_that_have_it_save_the_last_state_elsewhere(
+    tmp_path, monkeypatch, threaded, toy, one_dies
+):
+    """An island that dies while another trains on saves nothing: two folders would go on as two runs."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(island_module, "_LOST_S", 0.0)
     monkeypatch.setattr(island_module, "SILENT_S", 1.0)
     live = threaded(toy(2, "train.steps=24"), Elastic(processes=2, quorum_timeout_s=1.0))
     names = ["island-0000", "island-0001"]
     live.waits.update({(name, 3): "the disk is lost" for name in names})
-    threads = live.start(*names)
+    threads = [*live.start(names[0], dies_after=4 if one_dies else None), *live.start(names[1])]
     live.wait_until("committed round 3 ")
     shutil.rmtree(live.folder)
     live.log("the disk is lost")

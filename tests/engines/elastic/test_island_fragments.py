@@ -1,6 +1,7 @@
 """Threaded runs of streaming and of codecs: each fragment is a commit, and every batch is in one of them."""
 
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from atoll.engines.elastic.spec import Elastic, island_name
 from atoll.engines.run_lifecycle import run as simulate
 from atoll.optim.sgd import SGD
 from atoll.runs.folder import RunFolder
+from atoll.runs.run_settings import Keep
 from atoll.testing.chaos.faults import UpdateFault
 from atoll.testing.chaos.reports import exactly_once_violations
 
@@ -222,17 +224,18 @@ def test_a_run_with_error_feedback_that_is_resumed_has_the_weights_of_one_withou
     assert load_tree(live.folder / "final.safetensors").equal(simulate(run, out=tmp_path / "sim").params)
 
 
-def test_error_buffers_of_another_state_or_a_damaged_file_are_not_used(threaded, toy):
+def test_error_buffers_of_another_state_or_a_damaged_file_are_not_used_and_a_lost_folder_is_not_made_anew(threaded, toy):
     live = threaded(of(toy, 1, TOP_K), Elastic(processes=1))
     live.finish(live.start("island-0000"))
     (island, engine), logged = ((one := live.one_island()), one._engine), []
     folder = RunFolder(live.folder)
     checkpoint = Checkpoints(folder.checkpoints, keep=2).newest()
+    buffers = ErrorBufferFiles(folder, "island-0000", Keep(save_every=4, checkpoints=2), logged.append)
     files = Checkpoints(folder.error_buffers / "island-0000", keep=2)
     assert files.rounds()[-1] == checkpoint.round
 
     def restored():
-        ErrorBufferFiles(files, 4, logged.append).restore(engine)
+        buffers.restore(engine)
         found, engine.state = engine.residuals()["unsent"], replace(engine.state, unsent=None)
         return found is not None, len(logged)
 
@@ -247,6 +250,12 @@ def test_error_buffers_of_another_state_or_a_damaged_file_are_not_used(threaded,
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert restored() == (False, 2), "damaged"
     assert "does not match its digest" in logged[-1]
+    engine.state = replace(engine.state, unsent=engine.params)
+    shutil.rmtree(folder.path)
+    buffers._steps = 0
+    buffers.save_if_due(engine)
+    assert f"are not saved: cannot read {folder.settings}" in logged[-1]
+    assert not folder.path.exists()
     island.close(wait=False)
 
 

@@ -447,6 +447,15 @@ def test_a_run_that_ends_on_a_full_disk_finishes_when_there_is_room(small_disk, 
     assert [text for text in one.logged if "No space left" in text and str(small_disk.path) in text]
 
 
+def test_a_folder_without_settings_is_not_the_runs_and_no_run_is_finished_there(island):
+    one = island()
+    commits(one, *BEFORE)
+    one.folder.settings.unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read .*run\.json"):
+        one.leader_log.finish(one.engine, None, 0.0)
+    assert not one.folder.final.exists()
+
+
 def test_a_new_leader_reports_rounds_that_no_island_remembers(island):
     one, other = island(), island()
     commits(one, *BEFORE)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from atoll.core.errors import CheckpointError
+from atoll.core.errors import CheckpointError, ExchangeFailed
 from atoll.core.serialization import pack
 from atoll.engines.elastic import recovery as recovery_module
 from atoll.engines.elastic.direct_network import DirectNetwork
@@ -317,6 +317,20 @@ def test_an_island_waits_for_a_holder_that_answers_though_the_registry_is_unreac
     with pytest.raises(MembershipLost):
         recovery(registry, None).catch_up(Engine({"b": server.address}), AHEAD)
     assert registry.reads > 30 + LIMIT_S - 1
+
+
+def test_a_long_fetch_that_fails_is_no_silence(recovery, monkeypatch):
+    registry, server = Registry(reachable_since_s=math.inf), serving("b", AHEAD)
+
+    def fail(*given):
+        registry.reads += 2 * int(LIMIT_S)
+        server.close()
+        raise ExchangeFailed("it sends nothing.")
+
+    monkeypatch.setattr(recovery_module, "fetch_snapshot", fail)
+    with pytest.raises(MembershipLost):
+        recovery(registry, None).catch_up(Engine({"b": server.address}), AHEAD)
+    assert registry.reads > 3 * LIMIT_S
 
 
 @pytest.mark.parametrize("go_on", ["initialize", "confirm"])

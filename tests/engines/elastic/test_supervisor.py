@@ -391,16 +391,27 @@ def test_on_a_full_disk_no_island_is_given_up_and_the_run_finishes_when_there_is
     assert any(re.match(f"island-0000 has died \\(exit code 1\\) and is restarted.*: {full}", text) for text in logged), logged
 
 
-def test_the_end_of_a_run_whose_folder_is_lost_says_where_the_state_is(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("codes", "registered", "says"),
+    [
+        ((1, 5), ["", "it saved round 7 in /elsewhere."], "is not finished: it saved round 7 in /elsewhere."),
+        ((5, 5), ["it saved round 9 in /one.", "it saved round 8 in /two."], "is not finished: it saved round 9 in /one."),
+        ((1, 5), ["", ""], "is not finished: the run's folder cannot be written, and the state is saved in /chosen*"),
+        ((1, 1), ["", ""], "cannot be written (No such file or directory), and no island is left. Make it writable again, then"),
+    ],
+)
+def test_the_end_of_a_run_whose_folder_is_lost_says_where_the_state_is(tmp_path, monkeypatch, codes, registered, says):
     monkeypatch.setattr(supervisor_module, "_LOOK_S", 0.0)
     monkeypatch.setattr(supervisor_module, "BACKOFF", Backoff(0.0, 0.05, 0.1, 60.0))
     folder, marker = tmp_path / "run", tmp_path / "lost"
     waits = WAITS.format(marker=str(marker))
-    supervisor, logged = supervised(folder, f"{waits}\nraise SystemExit(1)", f"{waits}\nraise SystemExit(5)")
+    supervisor, logged = supervised(folder, *(f"{waits}\nraise SystemExit({code})" for code in codes))
+    supervisor._rescue_dir = "/chosen"
     store = open_store(HOST, int(supervisor.address.rpartition(":")[2]))
-    status = IslandStatus("island-0001", True)
-    status.waiting = "it saved round 7 in /elsewhere."
-    RegistryClient(supervisor.address).register(status)
+    for one, text in zip(supervisor.islands, registered, strict=True):
+        status = IslandStatus(one.name, True)
+        status.waiting = text
+        RegistryClient(supervisor.address).register(status)
     for one in supervisor._children:
         one.log = folder / "logs" / one.log.name
 
@@ -415,10 +426,19 @@ def test_the_end_of_a_run_whose_folder_is_lost_says_where_the_state_is(tmp_path,
         with pytest.raises(IslandFailed) as ended:
             supervisor.run()
         losing.result()
-    assert str(ended.value) == f"the run in {folder} is not finished: it saved round 7 in /elsewhere.", store
-    assert logged[0].startswith(f"{folder} cannot be written: No such file or directory. Make it writable again; the run goes on")
-    assert logged.count("island-0001: it saved round 7 in /elsewhere.") == 1
+    assert says in str(ended.value), store
+    assert str(folder) in str(ended.value)
+    lost = f"{folder} cannot be written: No such file or directory. Make it writable again"
+    assert any(text.startswith(f"{lost}; the run goes on") for text in logged)
+    for one, text in zip(supervisor.islands, registered, strict=True):
+        assert logged.count(f"{one.name}: {text}") == bool(text)
     assert not folder.exists(), "it was not made anew"
+
+
+def test_a_run_that_is_finished_ends_well_though_an_island_has_saved_the_state_elsewhere(tmp_path):
+    supervisor, logged = supervised(tmp_path, "print('error: it saved round 7 in /elsewhere.'); raise SystemExit(5)")
+    supervisor.run()
+    assert logged == ["island-0000: it saved round 7 in /elsewhere"], "as its log says"
 
 
 REFUSES = "print('error: my card is broken.'); raise SystemExit(2)"

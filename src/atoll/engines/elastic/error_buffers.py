@@ -17,6 +17,9 @@ from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.elastic.engine import ElasticEngine
 from atoll.engines.elastic.state_version import checksum, combine_checksums, digest_text
 from atoll.engines.training_setup import passed_multiple
+from atoll.runs.folder import RunFolder
+from atoll.runs.run_settings import Keep
+from atoll.telemetry.event_log import explained
 
 _PART = "buffers"
 
@@ -25,8 +28,9 @@ class ErrorBufferFiles:
     """The saved error buffers of one island, each named for the round of its commit. A buffer that cannot be saved or read ends
     nothing: the island logs it, and its buffers of that round are lost."""
 
-    def __init__(self, files: Checkpoints, save_every: int, log: Callable[[str], object]) -> None:
-        self._files, self._save_every, self._log = files, save_every, log
+    def __init__(self, folder: RunFolder, name: str, keep: Keep, log: Callable[[str], object]) -> None:
+        self._folder, self._save_every, self._log = folder, keep.save_every, log
+        self._files = Checkpoints(folder.error_buffers / name, keep=keep.checkpoints)
         self._steps = 0
         """Of the run, at the last commit."""
 
@@ -50,6 +54,8 @@ class ErrorBufferFiles:
         if not passed_multiple(before, self._steps, self._save_every) or not any(trees(buffers)):
             return
         try:
+            with explained("read", self._folder.settings):
+                self._folder.settings.stat()  # else the folder is lost, and saving would make it anew
             self._files.save(engine.version.round, {_PART: buffers}, {"state": _digest(engine)})
         except CheckpointError as error:
             self._log(f"the error buffers of {engine.name} are not saved: {error}")

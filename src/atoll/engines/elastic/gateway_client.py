@@ -47,7 +47,7 @@ _WRONG_S = 60.0
 
 
 class _Outage:
-    """Of a gateway that cannot be used: when it is dialled again, and since when it has been another run's."""
+    """Limits how often this machine dials a gateway that failed, and remembers since when it has been another run's."""
 
     def __init__(self) -> None:
         self.wrong_since_s = math.inf
@@ -361,26 +361,38 @@ class GatewayNetwork(DirectNetwork):
 
     def _text(self, client: GatewayClient, error: Exception) -> str:
         text = str(error)
-        return text if "the gateway at " in text else f"the gateway at {', '.join(client.addresses)} does not answer ({text})"
+        if isinstance(error, ConfigError) or "the gateway at " in text:
+            return text
+        return f"the gateway at {', '.join(client.addresses)} does not answer ({text})"
 
     def _failed(self, client: GatewayClient, error: Exception) -> None:
-        """Log why the present gateway cannot be used, at once and then once a minute; and end an island for which there is none."""
-        now_s, clients, wrong = time.monotonic(), [*self._clients.values()], isinstance(error, WrongGateway)
-        text = self._text(client, error)
+        """Log why a gateway cannot be used, and end an island for which there is none."""
+        text, wrong = self._text(client, error), isinstance(error, WrongGateway)
         with self._noting:
-            since_s = client.outage.wrong_since_s
-            client.outage.wrong_since_s = min(since_s, now_s) if wrong else math.inf
-            is_news = client is self._clients[self.registry] and now_s - self._logged_s.get(wrong, -math.inf) >= _REPEAT_S
-            is_over = not self._is_local and all(now_s - one.outage.wrong_since_s >= _WRONG_S for one in clients)
-            is_over, self._is_over = is_over and not self._is_over, self._is_over or is_over
-            if is_news:
-                self._logged_s[wrong] = now_s
+            client.outage.wrong_since_s = min(client.outage.wrong_since_s, time.monotonic()) if wrong else math.inf
+            is_logged, ends = self._is_logged_now(client, wrong), self._ends_now()
         if self._closed.is_set():
             return
-        if is_news:
+        if is_logged:
             self._log(text)
-        if is_over:
+        if ends:
             self._refused(WrongGateway(f"{text} This island has found no gateway of its run for {_WRONG_S:.0f} s, and ends."))
+
+    def _is_logged_now(self, client: GatewayClient, wrong: bool) -> bool:
+        """Whether to log that this gateway cannot be used: if it is the present one, at once and then once a minute."""
+        now_s = time.monotonic()
+        if client is not self._clients[self.registry] or now_s - self._logged_s.get(wrong, -math.inf) < _REPEAT_S:
+            return False
+        self._logged_s[wrong] = now_s
+        return True
+
+    def _ends_now(self) -> bool:
+        """Whether this island is to end, since all gateways that it knows have been others' for `_WRONG_S`. True once."""
+        if self._is_local or self._is_over:
+            return False
+        now_s = time.monotonic()
+        self._is_over = all(now_s - one.outage.wrong_since_s >= _WRONG_S for one in [*self._clients.values()])
+        return self._is_over
 
     def _ends(self, client: GatewayClient) -> bool:
         return self._closed.is_set() or client.forgotten.is_set()
@@ -442,8 +454,19 @@ def _end(stream: socket.socket) -> None:
 
 
 def machine_client(folder: Path, listen: str, name: str) -> GatewayClient:
-    """The client of a process of this name on the machine with the run's folder, whose gateway listens there."""
-    return GatewayClient(lambda: RunSecrets.read(folder).credentials, [own_address(listen)], name)
+    """The client of a process of this name on the machine with the run's folder, whose gateway listens there. It reads the
+    credentials from the folder, and keeps the last that it could read, since the folder may be lost while the run goes on."""
+    last: list[Credentials] = []
+
+    def credentials() -> Credentials:
+        try:
+            last[:] = [RunSecrets.read(folder).credentials]
+        except (ConfigError, OSError):
+            if not last:
+                raise
+        return last[0]
+
+    return GatewayClient(credentials, [own_address(listen)], name)
 
 
 def local_network(info: JoinInfo, folder: Path, name: str, refused: Callable[[Exception], object]) -> GatewayNetwork:

@@ -21,7 +21,6 @@ from atoll.core.flat_tree import Tree
 from atoll.core.protocols import Algorithm, Sink, Workload
 from atoll.core.serialization import load_tree, pack, unpack
 from atoll.core.verified_files import expanded
-from atoll.engines.checkpoints import Checkpoints
 from atoll.engines.elastic.commit import StaleState
 from atoll.engines.elastic.commit_log import CommitLog, CommitRecord
 from atoll.engines.elastic.direct_network import QUERY_S, DirectNetwork
@@ -29,8 +28,8 @@ from atoll.engines.elastic.engine import CommittedRound, ElasticEngine
 from atoll.engines.elastic.error_buffers import ErrorBufferFiles
 from atoll.engines.elastic.gateway_protocol import wire_version
 from atoll.engines.elastic.gpu_claims import claim_devices, island_number
-from atoll.engines.elastic.leader_event_log import WARNING, LeaderLog, RunAlreadyFinished, write_error
-from atoll.engines.elastic.membership import Evicted, Membership
+from atoll.engines.elastic.leader_event_log import WARNING, LeaderLog, RunAlreadyFinished, is_lost, write_error
+from atoll.engines.elastic.membership import Evicted, Membership, MembershipLost
 from atoll.engines.elastic.quorum import new_process, numbered
 from atoll.engines.elastic.recovery import Recovery
 from atoll.engines.elastic.rendezvous import UNREGISTERED_S, Registry
@@ -59,6 +58,8 @@ COMMITTED = "committed round"
 """How the line of a commit begins, in the log of an island."""
 _RESCUE_RETRY_S = 2.0
 """Between two attempts to save the last state on a full disk."""
+_LOST_S = 1.0
+"""A folder that still cannot be written after this time is lost."""
 _EVICTED_S, _LONGEST_EVICTED_S = 10.0, 3600.0
 """How long an evicted island stays away, at first and at most."""
 
@@ -157,8 +158,7 @@ class IslandProcess:
         self._leader_log = leader_log(folder) if folder is not None else None
         self._error_buffers: ErrorBufferFiles | None = None
         if folder is not None:
-            files = Checkpoints(folder.error_buffers / self._name, keep=run.keep.checkpoints)
-            self._error_buffers = ErrorBufferFiles(files, run.keep.save_every, self._log)
+            self._error_buffers = ErrorBufferFiles(folder, self._name, run.keep, self._log)
         self._origin: dict[str, str | None] = {
             **prepared.origin,
             "atoll": wire_version(),
@@ -212,7 +212,7 @@ class IslandProcess:
         except RunAlreadyFinished:
             self._log(f"{self._name} has nothing to do: the run is finished")
         except BaseException as error:
-            saved = self._rescue()
+            saved = self._rescue(together=isinstance(error, MembershipLost))  # the islands of a machine lose the run together
             if saved and not self._joins:
                 self.status.waiting = saved  # its log may be lost, too: the supervisor asks the registry
                 self._registry.refresh()
@@ -413,20 +413,27 @@ class IslandProcess:
             time.sleep(_POLL_S / 4)
             self._registry.refresh()
 
-    def _rescue(self) -> str:
-        """Save the newest committed state, if this island has it, and no other island with the run's folder or a copy answers that
-        has it, too: in its own copy, or else in a new folder. `atoll run --resume` takes both. While the disk is full it tries
-        again, since this process may hold the only copy of the state. An island of the machine with the run's folder does so if
-        that folder is lost; a full disk loses nothing. Returns what was saved, in words."""
-        version, copy = self._engine.version, self._leader_log if self._joins else None
-        if self.status.version == NO_VERSION or version.round == 0 or (copy is not None and copy.is_finished):
+    def _may_rescue(self) -> bool:
+        """Whether this island has a committed state that its folder may lack. On the machine with the run's folder this is so if
+        that folder is lost, and still is after a pause: a disk that is full loses nothing."""
+        if self.status.version == NO_VERSION or self._engine.version.round == 0:
+            return False
+        if self._joins or self._folder is None:
+            return self._leader_log is None or not self._leader_log.is_finished
+        if not is_lost(write_error(self._folder.path)):
+            return False
+        time.sleep(_LOST_S)
+        return is_lost(write_error(self._folder.path))
+
+    def _rescue(self, *, together: bool = True) -> str:
+        """Save the newest committed state, unless another island is to: in this island's copy, or else in a new folder. `atoll run
+        --resume` takes both. While the disk is full it tries again, since this process may hold the only copy of the state. Returns
+        what was saved, in words. For `together` see `_has_other_holder`."""
+        if not self._may_rescue():
             return ""
-        if not self._joins and self._folder is not None:
-            lost = write_error(self._folder.path)
-            if lost is None or is_disk_full(lost):
-                return ""
+        version, copy = self._engine.version, self._leader_log if self._joins else None
         folder: RunFolder | None = None
-        while not self._has_other_holder(version):
+        while not self._has_other_holder(version, together=together or self._engine.leases.done):
             try:
                 if copy is None:
                     folder = folder or self._new_rescue_folder()
@@ -450,17 +457,21 @@ class IslandProcess:
                 first = next((record.version.round for record in self._commit_log), version.round)
             missing = f" Its event log begins with round {first}: earlier events are in the run's own folder." if first > 1 else ""
             why = "no island with the run's folder answers" if self._joins else "the run's folder cannot be written"
-            saved = f"{why}, so {self._name} saved round {version.round} in {path}.{missing}"
-            self._log(saved := f"{saved} Continue there with: atoll run --resume {path}")
+            what = f"{self._name} saved round {version.round} in {path}.{missing}"
+            saved = f"{why}, so {what} Continue there with: atoll run --resume {path}"
+            self._log(saved)
             return saved
         return ""
 
-    def _has_other_holder(self, version: StateVersion) -> bool:
-        """Whether another island with the run's folder, or a copy, answers that it has this state. Of those on this machine, which
-        have lost the folder too, one is to save it."""
+    def _has_other_holder(self, version: StateVersion, *, together: bool) -> bool:
+        """Whether another island answers that keeps this state: one with the run's folder or a copy. If this island has lost the
+        run's folder, the others of its machine have, too: of those that end `together`, the one with the lowest name saves the
+        state. While the others train on, every island that has the state, or is about to commit a newer one, keeps it."""
         addresses = {one.name: one.address for one in self._registry.alive().values()} | dict(self._engine.peer_addresses)
         addresses.pop(self._name, None)
         answers = query_islands(addresses, QUERY_S, self._network).values()
+        if not self._joins and not together:
+            return any(one.version >= version or one.exchanging for one in answers)
         others = [one for one in answers if self._joins or one.has_copy or one.name < self._name]
         accepts = self._network.accepts_folder
         return any(one.folder and accepts(one.name, one.folder) and one.version >= version for one in others)

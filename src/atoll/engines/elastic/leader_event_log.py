@@ -8,6 +8,7 @@ log of a long run has hundreds of megabytes.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import secrets
@@ -40,6 +41,8 @@ PROCESSES_FILE = "processes.json"
 """In the run's folder: the processes that its supervisors started."""
 _PROBE_BYTES = 1 << 16
 """A disk that has no room for so much is full."""
+_LOST = {errno.ENOENT, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE, errno.ENOTCONN}
+"""Errors of a folder that was removed or may not be written, of a broken disk, and of a network file system without its server."""
 _RETRY_S = 2.0
 """Between two attempts to finish the run."""
 WARNING = "warning: "
@@ -56,10 +59,11 @@ def refuse_folders(folder: RunFolder) -> None:
 
 
 def write_error(folder: Path) -> OSError | None:
-    """Why no file can be written into this run's folder; None if one can. A quota shows only when a file is written."""
+    """Why no file can be written into this run's folder; None if one can. A quota shows only when a file is written. See also
+    `is_lost`."""
     probe = folder / f".space-{secrets.token_hex(4)}"
     try:
-        RunFolder(folder).settings.stat()  # else another process has made an empty folder of this name
+        RunFolder(folder).settings.stat()  # a folder without settings was made anew by another process, and is not the run's
         with probe.open("xb", buffering=0) as file:
             left = _PROBE_BYTES
             while left:  # a nearly full disk takes a part
@@ -70,6 +74,11 @@ def write_error(folder: Path) -> OSError | None:
         with suppress(OSError):
             probe.unlink()
     return None
+
+
+def is_lost(error: OSError | None) -> bool:
+    """Whether a write error says that the folder is gone: not that a disk is full, or that a process has too many open files."""
+    return error is not None and error.errno in _LOST
 
 
 class RunAlreadyFinished(Exception):
@@ -332,6 +341,8 @@ class LeaderLog:
 
     def _finish(self, engine: ElasticEngine, checkpoint: Checkpoint | None) -> None:
         path = self.folder.path / "finish.lock"
+        with explained("read", self.folder.settings):
+            self.folder.settings.stat()  # a folder without settings is not the run's
         with explained("write", path):
             lock = open_to_append(path)
         with lock:

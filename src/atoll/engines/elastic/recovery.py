@@ -209,7 +209,9 @@ class Recovery:
                 break
             if not one.confirmed and one.version in confirmed:
                 continue  # a fetched state is not passed on while an island answers that confirmed it
-            if found := self._fetch(engine, one, at_least):
+            found = self._fetch(engine, one, at_least)
+            self._answered_s = time.monotonic()  # the fetch may have taken longer than the limit
+            if found:
                 return found
             if leaves:
                 self._membership.leave()

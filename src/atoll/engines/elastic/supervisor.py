@@ -2,7 +2,8 @@
 
 It restarts a process that dies, at once the first time, then after delays that grow, and prints why the process died. It replaces a
 rendezvous that does not answer. It gives up an island that refuses to start, or that dies repeatedly soon after its start, and the
-others go on; the run ends when no island is left. While the disk is full it gives up none.
+others go on; the run ends when no island is left. While the disk is full it gives up none. If the run's folder is lost, no process
+can be restarted, and the run ends with the last island.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pathlib import Path
 from atoll.core.errors import AtollError, CheckpointError, ExchangeFailed, is_disk_full
 from atoll.core.events import read_event
 from atoll.core.protocols import Sink
-from atoll.core.verified_files import read_kept, write_record, write_text
+from atoll.core.verified_files import expanded, read_kept, write_record, write_text
 from atoll.engines.elastic.gateway_client import machine_client
-from atoll.engines.elastic.leader_event_log import PROCESSES_FILE, QUORUM_FILE, write_error
+from atoll.engines.elastic.leader_event_log import PROCESSES_FILE, QUORUM_FILE, is_lost, write_error
 from atoll.engines.elastic.rendezvous import ENDS_KEPT, RegistryClient
 from atoll.engines.elastic.rendezvous_health import RendezvousHealth
 from atoll.engines.elastic.run_identity import run_id_of
@@ -80,7 +81,7 @@ class Supervisor:
     def __init__(self, task: RunTask, sink: Sink, hooks: ProcessHooks) -> None:
         spec = task.spec
         assert isinstance(spec, Elastic)
-        self._folder, self._hooks = task.folder.path, hooks
+        self._folder, self._hooks, self._rescue_dir = task.folder.path, hooks, spec.rescue_dir
 
         def log(text: str) -> None:
             with suppress(OSError):  # the terminal may be gone
@@ -89,7 +90,6 @@ class Supervisor:
                 append_log_line(log_of(self._folder, "supervisor"), text)
 
         self._log: Callable[[str], object] = log
-        self._disk = DiskSpace(self._folder)
         self._shown_s: dict[str, float] = {}
         """When each warning was shown last, by its text without numbers."""
         self._looked_s = 0.0
@@ -119,6 +119,15 @@ class Supervisor:
     def _children(self) -> list[Child]:
         return [self.rendezvous, *self.islands]
 
+    @property
+    def _rescued(self) -> list[Child]:
+        """The islands that have lost the run's folder, and saved the state in another."""
+        return [child for child in self.islands if child.exit_code == RESCUED]
+
+    @property
+    def _has_live_island(self) -> bool:
+        return any(child.is_alive for child in self.islands)
+
     def run(self) -> None:
         """Return when the run is finished.
 
@@ -140,9 +149,13 @@ class Supervisor:
             self.health.close()
             _stop(self._children)
             ends.close()
-        if saved := [child.given_up for child in self.islands if child.exit_code == RESCUED]:
-            raise IslandFailed(f"the run in {self._folder} is not finished: {saved[-1]}")
-        if not RunFolder(self._folder).finished:
+        finished = False
+        with suppress(OSError, CheckpointError):  # of a lost folder
+            finished = RunFolder(self._folder).finished
+        if not finished and self._rescued:
+            saved = max((child.given_up for child in self._rescued), key=_saved_round)
+            raise IslandFailed(f"the run in {self._folder} is not finished: {saved}")
+        if not finished:
             lost = "; ".join(f"{child.name}: {child.given_up}" for child in self.islands if child.given_up)
             raise IslandFailed(
                 f"all islands of this machine have ended, and the run is not finished{f' ({lost})' if lost else ''}. See "
@@ -173,9 +186,9 @@ class Supervisor:
             self._warn(f"the events of {self._folder} cannot be shown ({error}); the run goes on")
 
     def _look(self) -> None:
-        """Rotate the processes' logs, and show their warnings and a full disk."""
-        if problem := self._disk.problem():
-            self._warn(problem)
+        """Rotate the processes' logs, and show their warnings and why the folder cannot be written."""
+        if error := write_error(self._folder):
+            self._warn(self._explained(error))
         for child in self._children:
             try:
                 warnings = child.new_warnings()
@@ -204,56 +217,65 @@ class Supervisor:
             child.deaths += 1
             child.restart_s = time.monotonic() + BACKOFF.delay_s(child.deaths)
             self._warn(f"{child.name} cannot be restarted yet: {error}")
-            if any(other.exit_code == RESCUED for other in self.islands):
+            if (lost := write_error(self._folder)) and is_lost(lost) and not self._has_live_island:
                 child.given_up = str(error)
+                if not self._rescued:
+                    raise IslandFailed(
+                        f"{self._folder} cannot be written ({lost.strerror}), and no island is left. Make it writable again, then "
+                        f"resume: atoll run --resume {self._folder}."
+                    ) from error
             return
         if child is self.rendezvous:
             self.health.restarted()
 
     def _plan_restart(self, child: Child) -> None:
         if child.exit_code == RESCUED:
-            child.given_up = "the run's folder cannot be written, and the state is saved in a folder atoll-rescue-* here."
-            with suppress(ExchangeFailed, KeyError):  # its log may be lost
-                child.given_up = RegistryClient(self._registry).statuses([child.name])[child.name].waiting
-            self._warn(f"{child.name}: {child.given_up}")  # as EndReports may have
+            rescue = expanded(self._rescue_dir or "atoll-rescue-").absolute()
+            unnamed = f"the run's folder cannot be written, and the state is saved in {rescue}*"
+            child.given_up = last_error(child.log) or self._waiting(child.name) or unnamed
+            self._warn(f"{child.name}: {child.given_up}")  # EndReports may have shown it a moment ago: it is not shown again
             return
-        problem = self._disk.problem()
+        error = write_error(self._folder)
         # An island that was started later looks for the state itself.
         alone = not any(other.is_alive and other.started_s < child.started_s for other in self.islands)
-        child.plan_restart(alone=alone, disk_full=bool(problem))
+        child.plan_restart(alone=alone, disk_full=is_disk_full(error))
         if child.restart_s is not None:
             delay_s = child.restart_s - time.monotonic()
             when = f" in {delay_s:.1f} s" if delay_s > 0 else ""
             why = (last_error(child.log) or last_lines(child.log)) if (child.exit_code or 0) > 0 else ""
             text = f"{child.name} has died ({child.cause_of_death()}) and is restarted{when}"
+            problem = self._explained(error) if error is not None else ""
             self._log(": ".join(filter(None, (text, why, problem))))
-        elif child is self.rendezvous or all(island.given_up for island in self.islands):
+            return
+        none_left = all(island.given_up for island in self.islands)
+        if child is self.rendezvous or (none_left and not self._rescued):
             raise IslandFailed(f"{child.name} cannot be kept alive: {child.given_up}.")
-        else:
-            self._log(f"{child.name} cannot be kept alive, and the others go on without it: {child.given_up}")
+        others = "" if none_left else ", and the others go on without it"
+        self._log(f"{child.name} cannot be kept alive{others}: {child.given_up}")
 
+    def _waiting(self, name: str) -> str:
+        """Why this island waits or has ended, as it registered; empty if that cannot be read."""
+        with suppress(ExchangeFailed, KeyError):
+            return RegistryClient(self._registry).statuses([name])[name].waiting
+        return ""
 
-class DiskSpace:
-    """Whether a run's folder can be written."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def problem(self) -> str:
-        """Why it cannot be, in words; empty if it can."""
-        error = write_error(self._folder)
-        if error is None:
-            return ""
+    def _explained(self, error: OSError) -> str:
+        """Why the run's folder cannot be written, in words, and what follows."""
         if not is_disk_full(error):
-            return (
-                f"{self._folder} cannot be written: {error.strerror or error}. Make it writable again; the run goes on, and if the "
-                f"folder is still lost at its end, the islands save the state in another folder"
-            )
+            goes_on = "; the run goes on, and if the folder is still lost at its end, the islands save the state in another folder"
+            why = f"{self._folder} cannot be written: {error.strerror or error}"
+            return f"{why}. Make it writable again{goes_on if self._has_live_island else ''}"
         free = human_bytes(shutil.disk_usage(self._folder).free)
         return (
             f"the disk of {self._folder} is full ({free} free, {error.strerror}): no checkpoint and no log can be written. "
             f"Free space there; the run goes on, and finishes when there is room"
         )
+
+
+def _saved_round(text: str) -> int:
+    """The round that an island saved, of its words."""
+    found = re.search(r" saved round (\d+) ", text)
+    return int(found[1]) if found else -1
 
 
 def _kept(former: str, host: str, *others: str) -> str:
