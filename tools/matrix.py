@@ -142,7 +142,7 @@ def _commit() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="*", default=CELLS, help=f"PYTHON:TORCH; by default {' '.join(CELLS)}")
-    parser.add_argument("--short", action="store_true", help="about a third of the fast tests")
+    parser.add_argument("--short", action="store_true", help="about 60 %% of the fast tests")
     parser.add_argument("--tests", nargs="+", help="these tests alone")
     parser.add_argument("--docs", type=Path, help="a page with the markers `<!-- matrix:begin -->` and `<!-- matrix:end -->`")
     given = parser.parse_args()
