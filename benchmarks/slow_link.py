@@ -1,6 +1,6 @@
 """Slow links on one machine: two islands in network namespaces, joined by a shaped link.
 
-    python benchmarks/slow_link.py                                   as root: twenty minutes on two idle cores
+    python benchmarks/slow_link.py                                   as root: about half an hour on two idle cores
     python benchmarks/slow_link.py --rates 100 --only "atoll ACCO"   some of it
     python benchmarks/slow_link.py --quick                           smoke test at small sizes
 
